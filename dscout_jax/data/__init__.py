@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, prompts, the target's answers, training batches, features."""

@@ -1,0 +1,1 @@
+"""Plain and speculative decoding: exact by construction, whole loop on the device."""

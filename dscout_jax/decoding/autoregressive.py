@@ -1,0 +1,208 @@
+"""Plain decoding: prefill into slots, then one token per row and step, whole loop on the device."""
+
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dscout_jax.config import TargetConfig
+from dscout_jax.decoding.sampling import choose_tokens
+from dscout_jax.decoding.verification import is_stop
+from dscout_jax.models.cache import KVCache, init_cache
+from dscout_jax.models.target import apply_target, compute_logits
+
+
+@flax.struct.dataclass
+class GenerationState:
+    """Rows in flight. Rows advance unequally and end on their own.
+
+    Attributes:
+        tokens: [B, S] int32, prompt then emitted tokens; undefined at or past `length`.
+        length: [B] int32, known tokens; the last one is not yet in the cache.
+        limit: [B] int32, length at which the row ends.
+        done: [B] boolean; a done row neither writes nor advances.
+        cache: target cache with S positions; `cache.length == length - 1` while running.
+        keys: [B] typed PRNG keys, folded with the position of each sampled token.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    done: jax.Array
+    cache: KVCache
+    keys: jax.Array
+
+
+def init_generation(config: TargetConfig, batch: int, capacity: int) -> GenerationState:
+    """Returns `batch` empty slots (all done) of `capacity` positions (S)."""
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return GenerationState(
+        tokens=jnp.zeros((batch, capacity), jnp.int32),
+        length=zeros,
+        limit=jnp.zeros((batch,), jnp.int32),
+        done=jnp.ones((batch,), bool),
+        cache=init_cache(config, batch, capacity),
+        keys=jax.random.split(jax.random.key(0), batch),
+    )
+
+
+def prefill_rows(params, config, prompts, prompt_len, tap_ids=()):
+    """Runs the target over right-padded prompts.
+
+    Args:
+        params: target weights.
+        config: their shapes.
+        prompts: [R, P] int32.
+        prompt_len: [R] int32 in [1, P].
+        tap_ids: static tapped layers.
+
+    Returns:
+        logits [R, V] after each prompt's last token, and the `TargetOutput` with a cache of P
+        positions (entries at or past `prompt_len` are undefined).
+    """
+    cache = init_cache(config, prompts.shape[0], prompts.shape[1])
+    out = apply_target(params, config, prompts, cache=cache, tap_ids=tap_ids)
+    last = jnp.take_along_axis(out.hidden, (prompt_len - 1)[:, None, None], axis=1)[:, 0]
+    return compute_logits(params, config, last), out
+
+
+def place(buffer: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes rows [R, K, P, H] into slots [R] of a buffer [B, K, S, H]; slot >= B is dropped."""
+    return buffer.at[slots, :, : rows.shape[2]].set(rows.astype(buffer.dtype), mode="drop")
+
+
+def admit_rows(
+    state: GenerationState,
+    logits: jax.Array,
+    prompt_cache: KVCache,
+    prompts: jax.Array,
+    prompt_len: jax.Array,
+    slots: jax.Array,
+    max_new_tokens: jax.Array,
+    keys: jax.Array,
+    *,
+    greedy: bool,
+    temperature: jax.Array | float,
+    stop_ids: tuple[int, ...],
+) -> GenerationState:
+    """Puts prefilled prompts into slots and emits the first token of each.
+
+    Args:
+        state: rows in flight; the named slots are overwritten whole.
+        logits: [R, V] of `prefill_rows`.
+        prompt_cache: its cache, [R, K, P, H] a layer.
+        prompts: [R, P] int32.
+        prompt_len: [R] int32.
+        slots: [R] int32 distinct slots; an entry >= B is a padding row and is dropped.
+        max_new_tokens: [R] int32, at least 1; `prompt_len + max_new_tokens <= S`.
+        keys: [R] typed PRNG keys.
+        greedy: static.
+        temperature: traced.
+        stop_ids: static.
+    """
+    sample_keys = jax.vmap(jax.random.fold_in)(keys, prompt_len)
+    first = choose_tokens(logits, greedy=greedy, temperature=temperature, keys=sample_keys)
+    limit = prompt_len + max_new_tokens
+    tokens = state.tokens.at[slots, : prompts.shape[1]].set(prompts, mode="drop")
+    tokens = tokens.at[slots, prompt_len].set(first, mode="drop")
+    ends = is_stop(first, stop_ids) | (prompt_len + 1 >= limit)
+    cache = state.cache
+    cache = KVCache(
+        keys=tuple(place(b, r, slots) for b, r in zip(cache.keys, prompt_cache.keys, strict=True)),
+        values=tuple(
+            place(b, r, slots) for b, r in zip(cache.values, prompt_cache.values, strict=True)
+        ),
+        length=cache.length.at[slots].set(prompt_len, mode="drop"),
+    )
+    return GenerationState(
+        tokens=tokens,
+        length=state.length.at[slots].set(prompt_len + 1, mode="drop"),
+        limit=state.limit.at[slots].set(limit, mode="drop"),
+        done=state.done.at[slots].set(ends, mode="drop"),
+        cache=cache,
+        keys=state.keys.at[slots].set(keys, mode="drop"),
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "greedy", "stop_ids"), donate_argnames=("state",))
+def prefill(
+    params: dict,
+    state: GenerationState,
+    prompts: jax.Array,
+    prompt_len: jax.Array,
+    slots: jax.Array,
+    max_new_tokens: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array | float = 1.0,
+    *,
+    config: TargetConfig,
+    greedy: bool,
+    stop_ids: tuple[int, ...],
+) -> GenerationState:
+    """Prefills R prompts into slots (see `admit_rows`). Compiled once per (R, P, B, S).
+
+    Donates `state`.
+    """
+    logits, out = prefill_rows(params, config, prompts, prompt_len)
+    return admit_rows(
+        state,
+        logits,
+        out.cache,
+        prompts,
+        prompt_len,
+        slots,
+        max_new_tokens,
+        keys,
+        greedy=greedy,
+        temperature=temperature,
+        stop_ids=stop_ids,
+    )
+
+
+def decode_one(params, config, state, temperature, *, greedy, stop_ids) -> GenerationState:
+    """Emits one token in each running row."""
+    batch = state.tokens.shape[0]
+    running = ~state.done
+    rows = jnp.arange(batch)
+    last = state.tokens[rows, state.length - 1]
+    out = apply_target(params, config, last[:, None], cache=state.cache, active=running)
+    logits = compute_logits(params, config, out.hidden[:, 0])
+    keys = None if greedy else jax.vmap(jax.random.fold_in)(state.keys, state.length)
+    token = choose_tokens(logits, greedy=greedy, temperature=temperature, keys=keys)
+    at = jnp.where(running, state.length, state.tokens.shape[1])
+    length = jnp.where(running, state.length + 1, state.length)
+    return state.replace(
+        tokens=state.tokens.at[rows, at].set(token, mode="drop"),
+        length=length,
+        done=state.done | is_stop(token, stop_ids) | (length >= state.limit),
+        cache=out.cache,
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "greedy", "stop_ids"), donate_argnames=("state",))
+def decode_steps(
+    params: dict,
+    state: GenerationState,
+    num_steps: jax.Array | int,
+    temperature: jax.Array | float = 1.0,
+    *,
+    config: TargetConfig,
+    greedy: bool,
+    stop_ids: tuple[int, ...],
+) -> GenerationState:
+    """Decodes at most `num_steps` (traced) tokens in every running row, or until all are done.
+
+    Compiled once per (B, S). Donates `state`: the caches are updated in place.
+    """
+
+    def unfinished(carry):
+        step, state = carry
+        return (step < num_steps) & ~jnp.all(state.done)
+
+    def body(carry):
+        step, state = carry
+        step_fn = partial(decode_one, greedy=greedy, stop_ids=stop_ids)
+        return step + 1, step_fn(params, config, state, temperature)
+
+    return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]

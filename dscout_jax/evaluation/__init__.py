@@ -1,0 +1,1 @@
+"""Benchmarks of decoding, their statistics, tables and pictures."""

@@ -1,0 +1,61 @@
+"""Files that a benchmark leaves behind: written whole or not at all, with what they depend on."""
+
+import json
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from dscout_jax.training.provenance import describe_run
+
+
+def describe_environment() -> dict[str, Any]:
+    """Returns machine, versions and git revision as JSON values."""
+    run = describe_run()
+    return {
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gib": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+            ),
+            "devices": run["devices"],
+            "platform": run["platform"],
+        },
+        "versions": {"python": run["python"], **run["packages"]},
+        "git_revision": run["git"],
+        "command": run["command"],
+    }
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Replaces a file in one step, so that a reader never sees half of it."""
+    path = pathlib.Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def write_json(path: str | os.PathLike, values: Mapping[str, Any]) -> None:
+    """Writes indented JSON in one step; NaN becomes null."""
+    write_text(path, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _processor() -> str:
+    """Returns the processor's name; Linux keeps it in /proc/cpuinfo."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

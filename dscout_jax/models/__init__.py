@@ -1,0 +1,1 @@
+"""Target and drafter: linen modules behind pure functions."""

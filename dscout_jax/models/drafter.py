@@ -1,0 +1,253 @@
+"""The block-diffusion drafter (DFlash family): target features in, a block of hidden states out.
+
+The drafter owns neither embedding nor head; both are the target's. A block of G slots holds the
+anchor token in slot 0 and the mask token elsewhere, attends to the context (all positions strictly
+before the anchor) and to itself in both directions, and slot j predicts the token at anchor + j.
+
+One function, `draft_blocks`, serves training (A blocks in every row) and decoding (A = 1).
+Depth d is `num_layers`, the nested taps are `taps`: both cut one set of weights.
+
+Source: METHOD section 1; z-lab DFlash.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dscout_jax.config import DrafterConfig
+from dscout_jax.models.layers import (
+    MASKED_SCORE,
+    DecoderLayer,
+    RMSNorm,
+    group_queries,
+    rotary_table,
+    ungroup_queries,
+)
+
+
+@flax.struct.dataclass
+class Context:
+    """Context keys and values of the drafter, one row per verified token.
+
+    Attributes:
+        keys: per drafter layer [B, K, S, H], normalised and rotated.
+        values: per drafter layer [B, K, S, H].
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+def block_attention(
+    q: jax.Array,
+    context: tuple[jax.Array, jax.Array],
+    block: tuple[jax.Array, jax.Array],
+    context_mask: jax.Array,
+    slot_mask: jax.Array | None,
+) -> jax.Array:
+    """Attention of each block to the context and, in both directions, to itself.
+
+    Args:
+        q: [B, A, G, N, H].
+        context: keys and values [B, K, S, H], shared by the blocks of a row.
+        block: keys and values [B, A, K, G, H].
+        context_mask: [B, A, S] boolean, True = visible; positions strictly before the anchor.
+        slot_mask: [B, A, G] boolean, True = the slot serves as a key; None = all do.
+
+    Returns:
+        [B, A, G, N * H].
+    """
+    batch, num_blocks, num_slots, num_heads, head_dim = q.shape
+    num_kv_heads, num_keys = context[0].shape[1:3]
+    repeats = num_heads // num_kv_heads
+    grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, A, K, gG, H]
+    # All blocks of a row meet the context in one product: [B, K, A * gG, H] x [B, K, S, H].
+    flat = jnp.swapaxes(grouped, 1, 2).reshape(batch, num_kv_heads, -1, head_dim)
+    to_context = jnp.einsum(
+        "bkrh,bksh->bkrs", flat, context[0], preferred_element_type=jnp.float32
+    ).reshape(batch, num_kv_heads, num_blocks, repeats * num_slots, num_keys)
+    to_block = jnp.einsum("bakrh,bakgh->bkarg", grouped, block[0]).astype(jnp.float32)
+
+    to_context = jnp.where(context_mask[:, None, :, None, :], to_context, MASKED_SCORE)
+    if slot_mask is not None:
+        to_block = jnp.where(slot_mask[:, None, :, None, :], to_block, MASKED_SCORE)
+    weights = jax.nn.softmax(jnp.concatenate([to_context, to_block], axis=-1), axis=-1)
+    weights = weights.astype(q.dtype)
+    on_context = weights[..., :num_keys].reshape(batch, num_kv_heads, -1, num_keys)
+    out = jnp.einsum("bkrs,bksh->bkrh", on_context, context[1]).reshape(
+        batch, num_kv_heads, num_blocks, repeats * num_slots, head_dim
+    )
+    out = out + jnp.einsum("bkarg,bakgh->bkarh", weights[..., num_keys:], block[1])
+    return ungroup_queries(jnp.swapaxes(out, 1, 2), num_slots)
+
+
+class Drafter(nn.Module):
+    """Linen module behind `project_context` and `draft_blocks`."""
+
+    config: DrafterConfig
+
+    def setup(self) -> None:
+        """Declares fc, hidden_norm, layers and norm under z-lab's names."""
+        cfg = self.config
+        self.fc = nn.Dense(cfg.hidden_size, use_bias=False)
+        self.hidden_norm = RMSNorm(cfg.rms_norm_eps)
+        self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_hidden_layers)]
+        self.norm = RMSNorm(cfg.rms_norm_eps)
+
+    def context(self, features, positions, num_layers):
+        """See `project_context`."""
+        cfg = self.config
+        context = self.hidden_norm(self.fc(features))
+        rotary = rotary_table(positions, cfg.head_dim, cfg.rope_theta)
+        # No input_layernorm here: the context enters the projections as it is.
+        pairs = [layer.self_attn.keys_values(context, rotary) for layer in self.layers[:num_layers]]
+        return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
+
+    def blocks(self, embeddings, positions, context, context_mask, slot_mask, num_layers):
+        """See `draft_blocks`."""
+        cfg = self.config
+        rotary = rotary_table(positions, cfg.head_dim, cfg.rope_theta)
+        x = embeddings
+        for index, layer in enumerate(self.layers[:num_layers]):
+            q, k, v = layer.project(x, rotary)
+            pair = (context.keys[index], context.values[index])
+            x = layer.finish(x, block_attention(q, pair, (k, v), context_mask, slot_mask))
+        return self.norm(x)
+
+    def everything(self, features, embeddings):
+        """Touches every parameter once, for initialisation."""
+        context = self.context(features, jnp.zeros((1, 1), jnp.int32), None)
+        position = jnp.zeros((1, 1, 1), jnp.int32)
+        visible = jnp.ones((1, 1, 1), bool)
+        return self.blocks(embeddings, position, context, visible, None, None)
+
+
+@flax.struct.dataclass
+class BlockInputs:
+    """Input side of A blocks of G slots.
+
+    Attributes:
+        tokens: [B, A, G] int32, the anchor in slot 0, the mask id elsewhere.
+        positions: [B, A, G] int32 absolute positions, anchor + slot.
+        context_mask: [B, A, S] boolean, True strictly before the anchor.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    context_mask: jax.Array
+
+
+def block_inputs(
+    anchor_tokens: jax.Array,
+    anchors: jax.Array,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    num_positions: int,
+) -> BlockInputs:
+    """Builds what the drafter sees of blocks that start at `anchors`.
+
+    Args:
+        anchor_tokens: [B, A] int32 token at each anchor.
+        anchors: [B, A] int32 absolute positions.
+        block_size: G, static.
+        mask_token_id: id of the masked slots.
+        num_positions: S, static, context positions.
+    """
+    shape = (*anchors.shape, block_size)
+    slots = jnp.arange(block_size)[None, None, :]
+    known = jnp.broadcast_to(anchor_tokens[:, :, None], shape)
+    return BlockInputs(
+        tokens=jnp.where(slots == 0, known, mask_token_id),
+        positions=anchors[:, :, None] + slots,
+        context_mask=jnp.arange(num_positions)[None, None, :] < anchors[:, :, None],
+    )
+
+
+def init_drafter(key: jax.Array, config: DrafterConfig) -> dict:
+    """Returns random float32 params of a drafter (nested dict, kernels [in, out])."""
+    width = config.hidden_size
+    features = jnp.zeros((1, 1, len(config.target_layer_ids) * width))
+    embeddings = jnp.zeros((1, 1, 1, width))
+    return Drafter(config).init(key, features, embeddings, method=Drafter.everything)["params"]
+
+
+def select_taps(params: dict, config: DrafterConfig, taps: Sequence[int] | None) -> dict:
+    """Returns params whose `fc` keeps only the column blocks of the chosen taps.
+
+    Args:
+        params: drafter weights.
+        config: shapes of the whole drafter.
+        taps: indices into `config.target_layer_ids`, increasing; None = all. The features given to
+            `project_context` must then hold the same taps in the same order.
+    """
+    if taps is None or tuple(taps) == tuple(range(len(config.target_layer_ids))):
+        return params
+    width = config.hidden_size
+    kernel = params["fc"]["kernel"].reshape(len(config.target_layer_ids), width, width)
+    kernel = kernel[jnp.asarray(taps)].reshape(len(taps) * width, width)
+    return {**params, "fc": {"kernel": kernel}}
+
+
+def project_context(
+    params: dict,
+    config: DrafterConfig,
+    features: jax.Array,
+    positions: jax.Array,
+    *,
+    num_layers: int | None = None,
+) -> Context:
+    """Returns the context keys and values of T tokens, [B, K, T, H] per layer.
+
+    Args:
+        params: drafter weights (after `select_taps` when taps are cut).
+        config: their shapes.
+        features: [B, T, C * D] residual stream of the target after the tapped layers.
+        positions: [B, T] int32 absolute positions.
+        num_layers: static depth d; None = all layers.
+    """
+    return Drafter(config).apply(
+        {"params": params}, features, positions, num_layers, method=Drafter.context
+    )
+
+
+def draft_blocks(
+    params: dict,
+    config: DrafterConfig,
+    embeddings: jax.Array,
+    positions: jax.Array,
+    context: Context,
+    context_mask: jax.Array,
+    *,
+    slot_mask: jax.Array | None = None,
+    num_layers: int | None = None,
+) -> jax.Array:
+    """Denoises A blocks of every row in one pass.
+
+    Args:
+        params: drafter weights.
+        config: their shapes.
+        embeddings: [B, A, G, D] target embeddings of the block's tokens (anchor, then masks).
+        positions: [B, A, G] int32, anchor position + slot.
+        context: of `project_context`, S positions.
+        context_mask: [B, A, S] boolean, True for positions strictly before the block's anchor.
+        slot_mask: [B, A, G] boolean; False removes a slot as a key (its output means nothing).
+        num_layers: static depth d; None = all layers.
+
+    Returns:
+        [B, A, G, D] after the final norm; the target's head turns slot j into logits for the token
+        at anchor + j. Slot 0 means nothing.
+    """
+    return Drafter(config).apply(
+        {"params": params},
+        embeddings,
+        positions,
+        context,
+        context_mask,
+        slot_mask,
+        num_layers,
+        method=Drafter.blocks,
+    )

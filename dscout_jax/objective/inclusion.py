@@ -1,0 +1,108 @@
+"""Inclusion: which blocks are drawn from a row and which of their slots are supervised.
+
+Everything here is integers and booleans, of static shape, computed inside jit from one key.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dscout_jax.models.drafter import BlockInputs, block_inputs
+
+
+@flax.struct.dataclass
+class Blocks:
+    """A blocks of G slots drawn from every row.
+
+    Attributes:
+        inputs: tokens, positions and visible context of the blocks.
+        labels: [B, A, G] int32 true token at each position (undefined where not included).
+        included: [B, A, G] boolean, True = supervised; slot 0 never is, dummy blocks never are.
+    """
+
+    inputs: BlockInputs
+    labels: jax.Array
+    included: jax.Array
+
+
+def anchor_mask(length: jax.Array, response_start: jax.Array, seq_len: int) -> jax.Array:
+    """Returns [B, S] boolean, True where a block may start.
+
+    Response positions with at least one successor inside the response: the prefilled first token is
+    the first anchor of decoding, the last token predicts nothing.
+
+    Args:
+        length: [B] int32 valid tokens of each row.
+        response_start: [B] int32 position of the first response token.
+        seq_len: S.
+    """
+    at = jnp.arange(seq_len)[None, :]
+    return (at >= response_start[:, None]) & (at + 1 < length[:, None])
+
+
+def sample_anchors(
+    key: jax.Array, eligible: jax.Array, num_anchors: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draws anchors without replacement, uniformly among the eligible positions of each row.
+
+    Args:
+        key: PRNG key.
+        eligible: [B, S] boolean.
+        num_anchors: A, static; at most S.
+
+    Returns:
+        anchors [B, A] int32 and valid [B, A] boolean. Rows with fewer eligible positions than A are
+        filled with position 0, valid False.
+    """
+    scores = jnp.where(eligible, jax.random.uniform(key, eligible.shape), -1.0)
+    best, anchors = jax.lax.top_k(scores, num_anchors)
+    valid = best >= 0.0
+    return jnp.where(valid, anchors, 0).astype(jnp.int32), valid
+
+
+def make_blocks(
+    tokens: jax.Array,
+    length: jax.Array,
+    anchors: jax.Array,
+    valid: jax.Array,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    label_mask: jax.Array | None = None,
+) -> Blocks:
+    """Builds the blocks of G = `block_size` slots that start at `anchors`.
+
+    The first label that is missing or not allowed ends the supervised part of a block: no slot
+    behind it could be accepted.
+
+    Args:
+        tokens: [B, S] int32.
+        length: [B] int32 valid tokens.
+        anchors: [B, A] int32.
+        valid: [B, A] boolean; False marks a dummy block.
+        block_size: G, static.
+        mask_token_id: id of the masked slots.
+        label_mask: [B, S] boolean, False where the token is outside the draft vocabulary; None =
+            every token can be drafted.
+    """
+    batch, seq_len = tokens.shape
+    rows = jnp.arange(batch)[:, None, None]
+    inputs = block_inputs(
+        tokens[rows[:, :, 0], anchors],
+        anchors,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        num_positions=seq_len,
+    )
+    at = jnp.minimum(inputs.positions, seq_len - 1)
+    usable = inputs.positions < length[:, None, None]
+    if label_mask is not None:
+        # The anchor is known, whatever it is; only drafted slots need a draftable token.
+        usable = usable & (label_mask[rows, at] | (jnp.arange(block_size) == 0)[None, None])
+    unbroken = jnp.cumprod(usable.astype(jnp.int32), axis=-1).astype(bool)
+    drafted = (jnp.arange(block_size) > 0)[None, None]
+    return Blocks(
+        inputs=inputs,
+        labels=tokens[rows, at],
+        included=unbroken & drafted & valid[:, :, None],
+    )

@@ -1,0 +1,1 @@
+"""Training of drafters: optimiser, train step, checkpoints, metrics and the loop."""

@@ -1,0 +1,265 @@
+"""The training loop: from an experiment's configuration to a drafter on disk."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dscout_jax.config import ConfigError, ExperimentConfig, to_dict
+from dscout_jax.data.responses import Response
+from dscout_jax.training.checkpoint import Checkpointer, changed_fields, require_writable
+from dscout_jax.training.metrics import MetricWriter, Throughput
+from dscout_jax.training.progress import Progress
+from dscout_jax.training.provenance import describe_run
+from dscout_jax.training.setup import Setup, prepare
+from dscout_jax.training.state import TrainState
+from dscout_jax.training.validation import per_slot, validate
+from dscout_jax.weights.dflash import export_drafter
+from dscout_jax.weights.targets import LoadedTarget
+
+# What may differ between a checkpoint and the run that continues it.
+FREE_FIELDS = (
+    "train.num_steps",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_rows",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "drafter.init",
+    "data.store",
+    "data.features",
+    "data.feature_cache",
+    "objective.chunk_blocks",
+)
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message is one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        step: updates done.
+        finished: whether that is all of them; False after a stop request.
+        state: the last train state.
+    """
+
+    step: int
+    finished: bool
+    state: TrainState
+
+
+def train(
+    config: ExperimentConfig,
+    workdir: str | os.PathLike,
+    target: LoadedTarget,
+    responses: Sequence[Response],
+    *,
+    stop: Callable[[], bool] = lambda: False,
+) -> TrainResult:
+    """Trains a drafter, continuing from the newest checkpoint in `workdir` if there is one.
+
+    A finished run leaves the checkpoint with the best held-out MAT as `workdir/drafter`.
+
+    Args:
+        config: the experiment.
+        workdir: where everything is written.
+        target: the frozen target.
+        responses: its greedy answers.
+        stop: asked after each update; True saves and ends the run.
+
+    Raises:
+        ValueError: workdir, data or configuration cannot be used, or `workdir` holds checkpoints of
+            an experiment that differs in a way that matters.
+        TrainingError: the loss is not finite.
+    """
+    directory = require_writable(workdir)
+    kept = config.train.keep_checkpoints
+    with Checkpointer(directory / "checkpoints", max_to_keep=kept) as checkpoints:
+        start = checkpoints.latest or 0
+        with Progress(config.train.num_steps, start=start) as progress:
+            setup = prepare(config, target, responses, say=progress.say)
+            _refuse_other_experiment(checkpoints, setup, directory)
+            _write_json(directory / "config.json", to_dict(config))
+            _write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})
+            with MetricWriter(directory, resume_step=start) as writer:
+                result = _run(setup, checkpoints, writer, progress, stop)
+            if result.finished:
+                _export(setup, checkpoints, result, directory / "drafter", progress)
+    return result
+
+
+def _run(
+    setup: Setup,
+    checkpoints: Checkpointer,
+    writer: MetricWriter,
+    progress: Progress,
+    stop: Callable[[], bool],
+) -> TrainResult:
+    cadence = setup.config.train
+    batches = setup.training_iterator()
+    restored = checkpoints.restore(setup.abstract_state())
+    if restored is None:
+        state, done = setup.first_state(), 0
+        _validate(setup, state, done, writer, progress)
+    else:
+        state, done = restored.state, restored.step
+        batches.set_state(restored.data_state)
+        progress.say(f"continues after step {done}")
+    log = _Log(writer, progress, checkpoints)
+    batch = next(batches)
+    while done < cadence.num_steps:
+        state, metrics = setup.train_step(state, setup.frozen, setup.trim(batch))
+        # The device is busy now; the host reads the step before, and then the next batch.
+        done += 1
+        log.add(done, metrics, int(batch["length"].sum()))
+        data_state = batches.get_state()
+        stopping = stop() and done < cadence.num_steps
+        last = done == cadence.num_steps
+        batch = next(batches)
+        validating = last or done % cadence.eval_every == 0
+        saving = validating or stopping or done % cadence.checkpoint_every == 0
+        # What a checkpoint does not hold must be on record by then, or a resumed run would lose it.
+        if saving or done % cadence.log_every == 0:
+            log.flush()
+        score = None
+        if validating:
+            with log.speed.excluded():
+                score = _validate(setup, state, done, writer, progress)
+        if saving:
+            with log.speed.excluded():
+                checkpoints.save(
+                    done, state, data_state=data_state, meta=setup.identity(), score=score
+                )
+        if stopping:
+            checkpoints.wait()
+            progress.say(f"stopped on request after step {done}, saved")
+            return TrainResult(done, finished=False, state=state)
+    return TrainResult(done, finished=True, state=state)
+
+
+class _Log:
+    """Collects the metrics of updates, one update late, and writes their means."""
+
+    def __init__(self, writer: MetricWriter, progress: Progress, checkpoints: Checkpointer):
+        self.speed = Throughput(time.perf_counter)
+        self._writer = writer
+        self._progress = progress
+        self._checkpoints = checkpoints
+        self._pending: tuple[int, dict[str, Any], int] | None = None
+        self._rows: list[dict[str, Any]] = []
+        self._step = 0
+
+    def add(self, step: int, metrics: dict[str, Any], num_tokens: int) -> None:
+        """Reads the update before this one, which is finished or nearly so."""
+        self.check()
+        self._pending = (step, metrics, num_tokens)
+
+    def check(self) -> None:
+        """Waits for the last update and raises TrainingError if its loss is not finite."""
+        if self._pending is None:
+            return
+        step, metrics, num_tokens = self._pending
+        self._pending = None
+        row = jax.device_get(metrics)
+        if not np.isfinite(row["loss"]):
+            raise TrainingError(
+                f"loss {row['loss']} at step {step} (gradient norm {row['grad_norm']}, learning "
+                f"rate {row['learning_rate']:.3g}); the last good checkpoint is step "
+                f"{self._checkpoints.latest}; lower optimizer.learning_rate or look at the data"
+            )
+        self._rows.append(row)
+        self.speed.add(num_tokens)
+        self._progress.advance(step)
+        self._step = step
+
+    def flush(self) -> None:
+        """Writes one record of what was added since the last one."""
+        self.check()
+        rows, self._rows = self._rows, []
+        slots = [row["slots"] for row in rows]
+        total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *slots)
+        values = {
+            "train/loss": float(np.mean([row["loss"] for row in rows])),
+            "train/grad_norm": float(np.mean([row["grad_norm"] for row in rows])),
+            "train/learning_rate": float(rows[-1]["learning_rate"]),
+            **per_slot(total[max(total)], "train"),
+            **{f"train/{name}": rate for name, rate in self.speed.read().items()},
+        }
+        self._writer.write(self._step, values)
+        self._progress.show(
+            {"loss": values["train/loss"], "tokens/s": values["train/tokens_per_s"]}
+        )
+
+
+def _validate(
+    setup: Setup, state: TrainState, step: int, writer: MetricWriter, progress: Progress
+) -> float:
+    values = validate(
+        state.params,
+        setup.frozen,
+        setup.validation_batches(),
+        eval_sums=setup.eval_sums,
+        variants=setup.variants,
+    )
+    writer.write(step, values)
+    score = values["validation/mat_pooled"]
+    progress.show({"held-out loss": values["validation/loss"], "MAT": score})
+    return score
+
+
+def _refuse_other_experiment(
+    checkpoints: Checkpointer, setup: Setup, directory: pathlib.Path
+) -> None:
+    saved = checkpoints.read_meta()
+    if saved is None:
+        return
+    changes = changed_fields(saved, setup.identity(), ignored=FREE_FIELDS)
+    if changes:
+        raise ConfigError(
+            f"{directory} holds checkpoints of another experiment: {'; '.join(changes)}. Use its "
+            "configuration or another workdir (drafter.init can start from an exported drafter)"
+        )
+
+
+def _export(
+    setup: Setup,
+    checkpoints: Checkpointer,
+    result: TrainResult,
+    directory: pathlib.Path,
+    progress: Progress,
+) -> None:
+    step, params = result.step, result.state.params
+    if checkpoints.best is not None and checkpoints.best != step:
+        restored = checkpoints.restore(setup.abstract_state(), checkpoints.best)
+        step, params = restored.step, restored.state.params
+    identity = setup.identity()
+    export_drafter(
+        directory,
+        setup.drafter,
+        params,
+        token_ids=setup.inputs.draft_vocab_ids,
+        trained_on={
+            "target": setup.target.name,
+            "target_sha256": setup.target.sha256,
+            "data_fingerprint": setup.inputs.fingerprint,
+            "response_tokens": setup.inputs.training.num_response_tokens,
+            "steps": step,
+            "heldout_mat_pooled": checkpoints.score(step),
+            **{name: identity[name] for name in ("data", "objective", "optimizer", "train")},
+        },
+    )
+    progress.say(f"drafter of step {step} (best held-out MAT) written to {directory}")
+
+
+def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,0 +1,245 @@
+"""From a configuration to the parts that the training loop turns: data, tables, compiled steps."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dscout_jax.config import (
+    DrafterConfig,
+    ExperimentConfig,
+    ObjectiveConfig,
+    require,
+    to_dict,
+)
+from dscout_jax.data.pipeline import evaluation_batches, pad_batch, training_batches
+from dscout_jax.data.responses import Response
+from dscout_jax.decoding.speculative import Variant
+from dscout_jax.models.drafter import init_drafter
+from dscout_jax.models.target import head_rows
+from dscout_jax.objective.loss import Frozen, loss_sums
+from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target
+from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
+from dscout_jax.training.parallel import (
+    build_state,
+    make_eval_step,
+    make_features_fn,
+    make_train_step,
+    tapped_features,
+)
+from dscout_jax.training.state import TrainState, init_state, make_optimizer, make_schedule
+from dscout_jax.training.validation import FrozenTarget
+from dscout_jax.weights.dflash import load_drafter
+from dscout_jax.weights.targets import LoadedTarget
+
+_LENGTH_MULTIPLE = 64  # batches are cut to a multiple of so many positions: few programs, less work
+_MEASURED_ROWS = 8  # rows on which the target's query and key sizes are measured
+_EVAL_SEED = 7  # of the anchors whose loss is validated: the same at every validation
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The parts of one run.
+
+    Attributes:
+        config: the experiment.
+        drafter: shapes of the drafter.
+        target: the frozen target.
+        inputs: rows, features, draft vocabulary.
+        optimizer: of the drafter's weights.
+        frozen: what the steps read of the target.
+        train_step: `(state, frozen, batch) -> (state, metrics)`; donates the state.
+        eval_sums: `(params, frozen, batch) -> (numerator, denominator, sums by horizon)`.
+        features_fn: `(tokens, length) -> features` as training sees them.
+        variants: one for each trained block size, the largest last.
+    """
+
+    config: ExperimentConfig
+    drafter: DrafterConfig
+    target: LoadedTarget
+    inputs: Inputs
+    optimizer: optax.GradientTransformation
+    frozen: FrozenTarget
+    train_step: Callable
+    eval_sums: Callable
+    features_fn: Callable
+    variants: tuple[Variant, ...]
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and the run that continues it."""
+        identity = to_dict(self.config)
+        identity["target_sha256"] = self.target.sha256
+        identity["data"]["fingerprint"] = self.inputs.fingerprint
+        return identity
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and device of the train state; nothing is computed."""
+        state = jax.eval_shape(
+            lambda key: init_state(init_drafter(key, self.drafter), self.optimizer, key),
+            jax.random.key(0),
+        )
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state
+        )
+
+    def first_state(self) -> TrainState:
+        """The state before the first update, as `drafter.init` says.
+
+        Raises:
+            ConfigError: another shape than the target's, or than that of the given drafter.
+        """
+        init, seed = self.config.drafter.init, self.config.train.seed
+        drafter, optimizer = self.drafter, self.optimizer
+        params_key, key = jax.random.split(jax.random.key(seed))
+        if init == "random":
+            return build_state(
+                lambda params_key, key: init_state(
+                    init_drafter(params_key, drafter), optimizer, key
+                ),
+                params_key,
+                key,
+            )
+        if init != "target_layers":
+            params = self._warm_start(init)
+            return build_state(lambda params, key: init_state(params, optimizer, key), params, key)
+        training = self.inputs.training
+        rows = pad_batch(training.examples[:_MEASURED_ROWS], training.max_length)
+        return build_state(
+            lambda params_key, key, params, tokens, length: init_state(
+                init_from_target(params_key, drafter, params, self.target.cfg, tokens, length),
+                optimizer,
+                key,
+            ),
+            params_key,
+            key,
+            self.target.params,
+            rows["tokens"],
+            rows["length"],
+        )
+
+    def _warm_start(self, folder: str) -> dict:
+        given = load_drafter(folder, self.target.cfg)
+        for name in ("target_layer_ids", "mask_token_id"):
+            wanted, found = getattr(self.drafter, name), getattr(given.config, name)
+            require(wanted == found, f"drafter.{name}", wanted, f"{found}, as {folder} was trained")
+        check_same_shapes(given.params, self.abstract_state().params)
+        return given.params
+
+    def training_iterator(self) -> Iterator[dict[str, np.ndarray]]:
+        """Endless shuffled batches with `get_state` and `set_state`."""
+        return training_batches(
+            self.inputs.training,
+            self.config.train.batch_size,
+            self.config.data.seed,
+            features=self.inputs.features,
+        )
+
+    def trim(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Cuts padding; at least as many positions as anchors remain."""
+        return trim_batch(batch, _LENGTH_MULTIPLE, at_least=_most_anchors(self.config.objective))
+
+    def validation_batches(self) -> Iterator[dict[str, Any]]:
+        """The validation rows once, with features."""
+        for batch in evaluation_batches(
+            self.inputs.validation, self.config.train.batch_size, features=self.inputs.features
+        ):
+            batch = self.trim(batch)
+            if "features" not in batch:
+                batch["features"] = self.features_fn(batch["tokens"], batch["length"])
+            yield batch
+
+
+def prepare(
+    config: ExperimentConfig,
+    target: LoadedTarget,
+    responses: Sequence[Response],
+    *,
+    say: Callable[[str], None],
+) -> Setup:
+    """Reads the data and builds the steps; nothing is compiled before its first call.
+
+    Args:
+        config: the experiment.
+        target: the frozen target.
+        responses: its greedy answers.
+        say: shows a line to the person who waits.
+
+    Raises:
+        ValueError: configuration, data and target do not fit.
+    """
+    drafter = drafter_config(
+        target.cfg,
+        num_hidden_layers=config.drafter.num_hidden_layers,
+        target_layer_ids=config.drafter.target_layer_ids,
+        mask_token_id=config.drafter.mask_token_id,
+        block_size=config.drafter.block_size,
+    )
+    dtype = jnp.dtype(config.data.feature_dtype)
+    features_fn = make_features_fn(target.params, target.cfg, drafter.target_layer_ids, dtype)
+    inputs = prepare_inputs(
+        config, target.cfg, target.sha256, responses, compute_features=features_fn, say=say
+    )
+
+    def sums(params, frozen, batch, key):
+        features = batch.get("features")
+        if features is None:
+            features = tapped_features(
+                frozen.params, target.cfg, batch["tokens"], drafter.target_layer_ids, dtype
+            )
+        return loss_sums(
+            params,
+            frozen.tables,
+            features,
+            batch,
+            key,
+            config=drafter,
+            objective=config.objective,
+        )
+
+    optimizer = make_optimizer(config.optimizer, config.train.num_steps)
+    schedule = make_schedule(config.optimizer, config.train.num_steps)
+    eval_key = jax.random.key(_EVAL_SEED)
+    horizons = sorted(size for size, _ in config.objective.horizons)
+    return Setup(
+        config=config,
+        drafter=drafter,
+        target=target,
+        inputs=inputs,
+        optimizer=optimizer,
+        frozen=_freeze(target, inputs),
+        train_step=make_train_step(sums, optimizer, schedule),
+        eval_sums=make_eval_step(
+            lambda params, frozen, batch: sums(params, frozen, batch, eval_key)
+        ),
+        features_fn=features_fn,
+        variants=tuple(
+            Variant(target=target.cfg, drafter=drafter, block_size=size) for size in horizons
+        ),
+    )
+
+
+def _freeze(target: LoadedTarget, inputs: Inputs) -> FrozenTarget:
+    ids = inputs.draft_vocab_ids
+    index = None
+    if ids is not None:
+        index = np.full(target.cfg.vocab_size, -1, np.int32)
+        index[ids] = np.arange(len(ids))
+        ids, index = jnp.asarray(ids), jnp.asarray(index)
+    return FrozenTarget(
+        tables=Frozen(
+            embedding=target.params["embed_tokens"]["embedding"],
+            head=head_rows(target.params, target.cfg, ids),
+            draft_index=index,
+        ),
+        token_ids=ids,
+        params=target.params if inputs.features is None else None,
+    )
+
+
+def _most_anchors(objective: ObjectiveConfig) -> int:
+    return max(num_anchors for _, num_anchors in objective.horizons)

@@ -1,0 +1,86 @@
+"""Train state and optimiser of a drafter."""
+
+import flax.struct
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import optax
+
+from dscout_jax.config import OptimizerConfig
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What one update hands to the next; everything an exact resume needs besides the data.
+
+    Attributes:
+        step: [] int32, number of finished updates.
+        params: drafter weights, float32.
+        opt_state: optax state.
+        key: [] typed PRNG key of the run. It never changes: update n uses `fold_in(key, n)`.
+    """
+
+    step: jax.Array
+    params: dict
+    opt_state: optax.OptState
+    key: jax.Array
+
+
+def init_state(params: dict, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """Returns the state before the first update (`parallel.build_state` gives it own buffers)."""
+    return TrainState(
+        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), key=key
+    )
+
+
+def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Returns step -> learning rate.
+
+    Warm-up is linear over `warmup_fraction` of the steps. Then `cosine` falls to `final_fraction`
+    of the peak at `num_steps`; `wsd` stays at the peak and falls linearly to it over the last
+    `decay_fraction` of the steps.
+
+    Args:
+        config: peak, shape and fractions.
+        num_steps: length of the run, updates.
+    """
+    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = round(config.warmup_fraction * num_steps)
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(
+            peak, max(num_steps - warmup, 1), alpha=config.final_fraction
+        )
+    else:
+        decay = max(min(round(config.decay_fraction * num_steps), num_steps - warmup), 1)
+        after = optax.linear_schedule(
+            peak, final, decay, transition_begin=max(num_steps - warmup - decay, 0)
+        )
+    if warmup == 0:
+        return after
+    # Update 0 already moves: a rate of 0 would waste the first batch.
+    first = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([first, after], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """Returns AdamW after clipping by the global norm; only kernels decay.
+
+    Args:
+        config: moments, decay, clipping and schedule.
+        num_steps: length of the run, updates.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            make_schedule(config, num_steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=decayed,
+        ),
+    )
+
+
+def decayed(params: dict) -> dict:
+    """Returns a tree of booleans, True for kernels (matrices), False for the scales of norms."""
+    return flax.traverse_util.path_aware_map(lambda path, _: path[-1] == "kernel", params)

@@ -1,0 +1,97 @@
+"""Held-out loss and accuracy per slot, and MAT by replay of whole rows."""
+
+from collections.abc import Callable, Iterable
+
+import flax.struct
+import jax
+import numpy as np
+
+from dscout_jax.decoding.replay import anchor_lengths, walk
+from dscout_jax.decoding.speculative import DraftWeights, Variant
+from dscout_jax.objective.loss import Frozen, SlotSums
+
+_CHUNK = 64  # anchors drafted at once in replay
+
+
+@flax.struct.dataclass
+class FrozenTarget:
+    """What training reads of the target, without gradient.
+
+    Attributes:
+        tables: embedding, head rows and draft vocabulary.
+        token_ids: [Vd] int32 target id of each head row; None when Vd = V.
+        params: all weights, for features computed in the step; None with cached features.
+    """
+
+    tables: Frozen
+    token_ids: jax.Array | None
+    params: dict | None
+
+
+def validate(
+    params: dict,
+    frozen: FrozenTarget,
+    batches: Iterable[dict],
+    *,
+    eval_sums: Callable,
+    variants: tuple[Variant, ...],
+) -> dict[str, float | list[float]]:
+    """Measures a drafter on held-out rows.
+
+    Args:
+        params: drafter weights.
+        frozen: the target's part.
+        batches: with `features`; rows are whole responses. Padding rows have length 0.
+        eval_sums: `(params, frozen, batch) -> (numerator, denominator, sums by horizon)`.
+        variants: one for each block size to replay, the largest last.
+
+    Returns:
+        `validation/loss`; for the largest horizon `loss_per_slot` and `accuracy_per_slot`, slot 1
+        first; `mat_pooled` (emitted tokens / cycles over all rows) and `mat_macro` (mean over rows
+        of the row's mean), with `_block<G>` appended for smaller block sizes.
+    """
+    totals = None
+    taus: dict[int, list[list[int]]] = {variant.block_size: [] for variant in variants}
+    for batch in batches:
+        sums = jax.device_get(eval_sums(params, frozen, batch))
+        totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
+        for variant in variants:
+            taus[variant.block_size] += _replay(params, frozen, batch, variant)
+    numerator, denominator, by_horizon = totals
+    largest = variants[-1].block_size
+    values = {"validation/loss": float(numerator / max(denominator, 1e-9))}
+    values |= per_slot(by_horizon[largest], "validation")
+    for size, rows in taus.items():
+        suffix = "" if size == largest else f"_block{size}"
+        means = [np.mean(row) for row in rows]
+        values[f"validation/mat_pooled{suffix}"] = float(np.mean(np.concatenate(rows)))
+        values[f"validation/mat_macro{suffix}"] = float(np.mean(means))
+    return values
+
+
+def per_slot(sums: SlotSums, group: str) -> dict[str, list[float]]:
+    """Returns `<group>/loss_per_slot` and `<group>/accuracy_per_slot`, slot 1 first."""
+    count = np.maximum(np.asarray(sums.count)[1:], 1)
+    return {
+        f"{group}/loss_per_slot": (np.asarray(sums.loss)[1:] / count).tolist(),
+        f"{group}/accuracy_per_slot": (np.asarray(sums.correct)[1:] / count).tolist(),
+    }
+
+
+def _replay(params: dict, frozen: FrozenTarget, batch: dict, variant: Variant) -> list[list[int]]:
+    """Tokens emitted by each cycle, for each row that has at least one."""
+    num_tokens = batch["length"] - batch["response_start"]  # [B]
+    longest = int(num_tokens.max())
+    lengths = anchor_lengths(
+        frozen.tables.embedding,
+        DraftWeights(params, frozen.tables.head, frozen.token_ids),
+        batch["features"],
+        batch["tokens"],
+        batch["length"],
+        batch["response_start"],
+        variant=variant,
+        num_anchors=-(-longest // _CHUNK) * _CHUNK,
+        chunk=_CHUNK,
+    )
+    walked = [walk(row, int(n)) for row, n in zip(np.asarray(lengths), num_tokens, strict=True)]
+    return [row for row in walked if row]

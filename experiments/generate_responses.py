@@ -1,0 +1,212 @@
+r"""Has the target answer the training prompts; the answers are what a drafter is trained on.
+
+Writes one JSON line an answer, resumes where an earlier run was stopped (also by kill -9), and at
+the end builds the store that training opens. Example, a few hours on two cores:
+
+    python experiments/generate_responses.py --output runs/data/smollm2_greedy.jsonl \
+        --num_prompts 12000 --skip_jsonl ../shared/data/responses/smollm2_greedy.jsonl \
+        --store runs/data/store
+
+The result does not depend on the number of slots, on the order or on interruptions: sampled rows
+draw from a key folded from the prompt's id (a different batch shape can still swap two logits that
+are nearly tied).
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from dscout_jax.data.generation import GenerationSettings, Request, generate
+from dscout_jax.data.loops import LOOP_NGRAM
+from dscout_jax.data.prompts import DEFAULT_MIXTURE, MixturePart, Prompt, load_training_prompts
+from dscout_jax.data.responses import ResponseWriter, read_responses, read_settings
+from dscout_jax.data.tokenizer import Tokenizer
+from dscout_jax.weights.download import WeightsError
+from dscout_jax.weights.targets import TARGETS, load_target
+
+_TARGET = flags.DEFINE_enum("target", "smollm2-135m", sorted(TARGETS), "Model that answers.")
+_DATA_DIR = flags.DEFINE_string("data_dir", "../shared/data", "Folder that has train_prompts/.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON-lines file to write or go on with.")
+_NUM_PROMPTS = flags.DEFINE_integer(
+    "num_prompts", None, "Answer the first so many prompts of the mixture; all by default.", 1
+)
+_MIXTURE = flags.DEFINE_list(
+    "mixture",
+    None,
+    "Shares of the parts, such as maths=0.4,code=0.3,chat=0.3; parts left out are not drawn. "
+    f"Parts: {', '.join(DEFAULT_MIXTURE)}.",
+)
+_SKIP_JSONL = flags.DEFINE_multi_string(
+    "skip_jsonl",
+    [],
+    "Files of answers made elsewhere: their prompts are not answered again, their rows go into the "
+    "store too. May be repeated.",
+)
+_SLOTS = flags.DEFINE_integer("slots", 64, "Rows decoded side by side.", 1)
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "Longest answer in tokens.", 1)
+_MAX_PROMPT_TOKENS = flags.DEFINE_integer(
+    "max_prompt_tokens", 192, "Prompts longer than this are left out and counted.", 1
+)
+_REFILL_STEPS = flags.DEFINE_integer(
+    "refill_steps", 16, "Tokens decoded in each row between two looks at finished rows.", 1
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Order of the prompts, and sampling if temperature > 0.")
+_STOP_AT_LOOP = flags.DEFINE_boolean(
+    "stop_at_loop",
+    True,
+    f"End an answer once a {LOOP_NGRAM}-gram repeats; training cuts it there anyway.",
+)
+_CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Where model files are kept.")
+_STORE = flags.DEFINE_string("store", None, "Folder of the store to build from all answers.")
+_BUILD_STORE_ONLY = flags.DEFINE_boolean(
+    "build_store_only", False, "Build --store from the files that exist; generate nothing."
+)
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], max_prompt_tokens: int
+) -> tuple[list[Request], int, int]:
+    """Returns the prompts as token ids and how many were left out.
+
+    Returns:
+        The requests, the number of prompts longer than `max_prompt_tokens`, and the number of
+        prompts with a character that the vocabulary lacks.
+
+    Raises:
+        ValueError: a prompt has more than one turn.
+    """
+    requests, num_long, num_inexpressible = [], 0, 0
+    for prompt in prompts:
+        if len(prompt.turns) != 1:
+            raise ValueError(f"prompt {prompt.id!r} has {len(prompt.turns)} turns, allowed is 1")
+        try:
+            ids = tokenizer.chat_prompt([{"role": "user", "content": prompt.turns[0]}])
+        except ValueError as error:
+            logging.debug("prompt %s left out: %s", prompt.id, error)
+            num_inexpressible += 1
+            continue
+        if len(ids) > max_prompt_tokens:
+            num_long += 1
+            continue
+        requests.append(Request(prompt.id, tuple(ids)))
+    return requests, num_long, num_inexpressible
+
+
+def parse_mixture(shares: Sequence[str] | None) -> Mapping[str, MixturePart]:
+    """Returns the mixture that `--mixture` describes.
+
+    Raises:
+        ValueError: an entry is not `part=share` with a known part.
+    """
+    if shares is None:
+        return DEFAULT_MIXTURE
+    mixture = {}
+    for entry in shares:
+        name, _, share = entry.partition("=")
+        try:
+            mixture[name] = dataclasses.replace(DEFAULT_MIXTURE[name], share=float(share))
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"--mixture entry {entry!r} is not part=share with a part of "
+                f"{', '.join(DEFAULT_MIXTURE)}"
+            ) from error
+    return mixture
+
+
+def answer_prompts() -> None:
+    """Generates what the flags ask for and appends it to `--output`."""
+    settings = GenerationSettings(
+        slots=_SLOTS.value,
+        max_prompt_tokens=_MAX_PROMPT_TOKENS.value,
+        max_new_tokens=_MAX_NEW_TOKENS.value,
+        refill_steps=_REFILL_STEPS.value,
+        temperature=_TEMPERATURE.value,
+        seed=_SEED.value,
+        loop_ngram=LOOP_NGRAM if _STOP_AT_LOOP.value else None,
+    )
+    prompts = load_training_prompts(_DATA_DIR.value, parse_mixture(_MIXTURE.value), _SEED.value)
+    prompts = prompts[: _NUM_PROMPTS.value]
+    elsewhere = {response.id for response in read_responses(_SKIP_JSONL.value)}
+    cache_dir = None if _CACHE_DIR.value is None else Path(_CACHE_DIR.value)
+    target = load_target(_TARGET.value, cache_dir=cache_dir)
+    tokenizer = Tokenizer(target.vocabulary)
+    recorded = {
+        "target": target.name,
+        "target_sha256": target.sha256,
+        "template_sha256": tokenizer.template_sha256,
+        "temperature": settings.temperature,
+        "seed": settings.seed if settings.temperature > 0 else None,
+        "max_new_tokens": settings.max_new_tokens,
+        "loop_ngram": settings.loop_ngram,
+        "dtype": "float32",
+    }
+    with ResponseWriter(_OUTPUT.value, recorded) as writer:
+        todo = [p for p in prompts if p.id not in writer.done and p.id not in elsewhere]
+        requests, num_long, num_inexpressible = encode_prompts(
+            tokenizer, todo, settings.max_prompt_tokens
+        )
+        logging.info(
+            "%d prompts: %d answered already, %d to do, left out %d longer than %d tokens and %d "
+            "with a character that the vocabulary lacks",
+            len(prompts), len(prompts) - len(todo), len(requests), num_long,
+            settings.max_prompt_tokens, num_inexpressible,
+        )  # fmt: skip
+        start, num_tokens = time.monotonic(), 0
+        # A log file gets a line now and then, a terminal a living bar.
+        interval = 0.5 if sys.stderr.isatty() else 30.0
+        with tqdm(total=len(requests), unit="row", mininterval=interval) as bar:
+            for finished in generate(
+                target.params, target.cfg, requests, tokenizer.stop_ids, settings
+            ):
+                writer.append(finished)
+                num_tokens += sum(len(response.response) for response in finished)
+                speed = num_tokens / (time.monotonic() - start)
+                bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+                bar.update(len(finished))
+
+
+def store_answers() -> None:
+    """Builds the store from `--output` and `--skip_jsonl`."""
+    from dscout_jax.data.store import build_store  # heavy, and needed at the end only
+
+    paths = [Path(path) for path in (_OUTPUT.value, *_SKIP_JSONL.value) if path is not None]
+    responses = read_responses(paths)
+    sources: dict[str, Any] = {}
+    for path in paths:
+        try:
+            sources[path.name] = read_settings(path)
+        except FileNotFoundError:
+            logging.warning("%s has no settings beside it; stored as unknown", path)
+            sources[path.name] = "unknown"
+    store = build_store(responses, _STORE.value, {"sources": sources})
+    logging.info("store %s: %d rows", _STORE.value, len(store))
+
+
+def main(_: Sequence[str]) -> None:
+    """Runs what the flags ask for; errors end the program with one line."""
+    logging.set_verbosity(logging.INFO)
+    try:
+        if _BUILD_STORE_ONLY.value and _STORE.value is None:
+            raise ValueError("--build_store_only needs --store")
+        if not _BUILD_STORE_ONLY.value:
+            if _OUTPUT.value is None:
+                raise ValueError("--output is missing: the JSON-lines file to write")
+            answer_prompts()
+        if _STORE.value is not None:
+            store_answers()
+    except KeyboardInterrupt:
+        print("\ninterrupted; finished answers are kept, the same command goes on", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, WeightsError) as error:
+        sys.exit(f"generate_responses: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

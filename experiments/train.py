@@ -1,0 +1,79 @@
+r"""Trains a drafter as a config file says.
+
+    python experiments/train.py --config=experiments/configs/smollm2_dflash.py --workdir=runs/dflash
+
+Everything goes into the workdir: config.json, run.json (versions, machine, git revision),
+metrics.jsonl, tensorboard/, checkpoints/, curves.png and at the end drafter/, which
+experiments/evaluate.py and quickstart.py load. SIGTERM and Ctrl-C save and end the run; the same
+command continues it exactly where it was.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from dscout_jax.config import ExperimentConfig, from_config_dict
+from dscout_jax.evaluation.plots import training_curves
+from dscout_jax.training.checkpoint import require_writable
+from dscout_jax.training.inputs import load_responses
+from dscout_jax.training.interrupt import StopRequest
+from dscout_jax.training.loop import TrainingError, TrainResult, train
+from dscout_jax.training.metrics import read_jsonl
+from dscout_jax.weights.download import WeightsError
+from dscout_jax.weights.targets import load_target
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment, FILE.py or FILE.py:variant.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made where missing.")
+
+
+def parse_flags(arguments: Sequence[str]) -> list[str]:
+    """Parses the command line; a typo ends the program with one line."""
+    try:
+        rest = flags.FLAGS(arguments)
+        for name, flag in (("config", _CONFIG), ("workdir", _WORKDIR)):
+            if flag.value is None:
+                raise ValueError(f"--{name} is missing: {flags.FLAGS[name].help}")
+    except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
+        # The libraries wrap tracebacks and escaped line ends around what matters, the last line.
+        fail(str(error).replace("\\n", "\n").strip(" \n'\"").splitlines()[-1])
+    return rest
+
+
+def fail(text: str) -> NoReturn:
+    """Ends the program with one line and exit code 1."""
+    sys.exit(f"train: {' '.join(text.split())}")
+
+
+def run(config: ExperimentConfig, workdir: str) -> TrainResult:
+    """Trains; draws the curves whatever the end was."""
+    directory = require_writable(workdir)
+    responses = load_responses(config.data.store)
+    target = load_target(config.target)
+    try:
+        with StopRequest() as stop:
+            return train(config, directory, target, responses, stop=stop)
+    finally:
+        metrics = directory / "metrics.jsonl"
+        if metrics.exists():
+            training_curves(read_jsonl(metrics), directory / "curves.png")
+
+
+def main(_: Sequence[str]) -> None:
+    """Runs the experiment; what the user can mend ends it with one line."""
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save at INFO
+    try:
+        result = run(from_config_dict(_CONFIG.value.to_dict()), _WORKDIR.value)
+    except (ValueError, OSError, WeightsError, TrainingError) as error:
+        fail(str(error))
+    if not result.finished:
+        print(f"stopped after step {result.step}, saved; the same command continues")
+
+
+if __name__ == "__main__":
+    jax.config.parse_flags_with_absl()
+    app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,61 @@
+"""Settings that every test runs under; imported by pytest before any test module."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import jax  # noqa: E402
+
+# Four simulated devices: enough for a 2 x 2 mesh; no measurable cost to single-device tests.
+jax.config.update("jax_num_cpu_devices", 4)
+# A silent broadcast between ranks is nearly always a bug.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+from types import SimpleNamespace  # noqa: E402
+
+import pytest  # noqa: E402
+
+from dscout_jax.config import DrafterConfig, TargetConfig  # noqa: E402
+from dscout_jax.models.drafter import init_drafter  # noqa: E402
+from dscout_jax.models.target import init_target  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny() -> SimpleNamespace:
+    """A random Qwen3-style target and drafter; so few words that some drafts are accepted."""
+    target = TargetConfig(
+        vocab_size=13,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        qk_norm=True,
+        max_position_embeddings=512,
+    )
+    drafter = DrafterConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        vocab_size=13,
+        num_target_layers=6,
+        target_layer_ids=(1, 2, 4),
+        mask_token_id=12,
+        block_size=8,
+    )
+    return SimpleNamespace(
+        target=target,
+        params=init_target(jax.random.key(0), target),
+        drafter=drafter,
+        drafter_params=init_drafter(jax.random.key(1), drafter),
+    )

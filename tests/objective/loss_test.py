@@ -1,0 +1,163 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dscout_jax.config import ObjectiveConfig
+from dscout_jax.models.target import apply_target, head_rows
+from dscout_jax.objective.loss import Frozen, chunked_slots, loss_sums, naive_slots
+from dscout_jax.objective.prediction import cross_entropy
+
+OBJECTIVES = {
+    "one horizon": ObjectiveConfig(horizons=((8, 6),), chunk_blocks=4),
+    "two horizons, uneven chunks": ObjectiveConfig(horizons=((4, 3), (8, 5)), chunk_blocks=7),
+    "uniform": ObjectiveConfig(horizons=((4, 5),), weighting="uniform", chunk_blocks=100),
+}
+
+
+@pytest.fixture(scope="module")
+def batch(tiny):
+    tokens = jax.random.randint(jax.random.key(1), (3, 24), 0, 12)
+    rows = {
+        "tokens": tokens,
+        "length": jnp.array([24, 20, 9]),
+        "response_start": jnp.array([5, 3, 8]),  # the last row has no valid anchor
+    }
+    taps = apply_target(tiny.params, tiny.target, tokens, tap_ids=(1, 2, 4)).taps
+    return rows, taps
+
+
+@pytest.fixture(scope="module")
+def frozen(tiny):
+    return Frozen(tiny.params["embed_tokens"]["embedding"], head_rows(tiny.params, tiny.target))
+
+
+def loss(tiny, frozen, features, rows, objective, *, naive=False, params=None):
+    def value(params):
+        numerator, denominator, sums = loss_sums(
+            params,
+            frozen,
+            features,
+            rows,
+            jax.random.key(3),
+            config=tiny.drafter,
+            objective=objective,
+            naive=naive,
+        )
+        return numerator / jnp.maximum(denominator, 1e-9), (denominator, sums)
+
+    params = tiny.drafter_params if params is None else params
+    return jax.jit(jax.value_and_grad(value, has_aux=True))(params)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_value_and_gradient_equal_the_naive_twin(tiny, frozen, batch, name):
+    rows, features = batch
+    (value, (_, sums)), gradient = loss(tiny, frozen, features, rows, OBJECTIVES[name])
+    (naive, (_, naive_sums)), naive_gradient = loss(
+        tiny, frozen, features, rows, OBJECTIVES[name], naive=True
+    )
+    np.testing.assert_allclose(value, naive, rtol=1e-6)
+    # Sums over chunks run in another order: float32 rounding, nothing more.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, naive_gradient)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), sums, naive_sums)
+
+
+def test_cross_entropy_agrees_with_optax():
+    logits = jax.random.normal(jax.random.key(0), (3, 4, 11)) * 5
+    labels = jax.random.randint(jax.random.key(1), (3, 4), 0, 11)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    np.testing.assert_allclose(cross_entropy(logits, labels), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_is_the_weighted_mean_of_slot_losses_of_a_hand_made_block():
+    # Two slots whose logits are written down: losses log 2 and log 4.
+    hidden = jnp.eye(2)[None]  # [1 block, 2 slots, D = 2]
+    head = jnp.array([[0.0, np.log(3.0)], [0.0, 0.0]])
+    labels = jnp.array([[0, 1]])
+    weight = jnp.array([[1.0, 0.5]])
+    total, slot_loss, correct = chunked_slots(1, "ce", hidden, head, labels, weight)
+    np.testing.assert_allclose(slot_loss[0], [np.log(2.0), np.log(4.0)], rtol=1e-6)
+    np.testing.assert_allclose(total, np.log(2.0) + 0.5 * np.log(4.0), rtol=1e-6)
+    assert correct[0].tolist() == [1.0, 0.0]  # slot 0 is an exact tie, which counts
+
+
+def test_features_at_or_after_the_anchors_do_not_move_the_loss(tiny, frozen, batch):
+    rows, features = batch
+    one = dataclasses.replace(OBJECTIVES["uniform"], horizons=((4, 1),))
+    # Row 0 has a single eligible anchor, at position 22; rows 1 and 2 have none.
+    rows = rows | {"response_start": jnp.array([22, 19, 8])}
+    (base, (count, _)), _ = loss(tiny, frozen, features, rows, one)
+    assert float(count) == 1.0
+    (after, _), _ = loss(tiny, frozen, features.at[0, 22:].add(9.0), rows, one)
+    (before, _), _ = loss(tiny, frozen, features.at[0, 21].add(9.0), rows, one)
+    (others, _), _ = loss(tiny, frozen, features.at[1:].add(9.0), rows, one)
+    assert float(after) == float(base)
+    assert abs(float(before) - float(base)) > 1e-6
+    assert float(others) == float(base)
+
+
+def test_a_batch_without_any_anchor_has_zero_sums_and_a_finite_gradient(tiny, frozen, batch):
+    rows, features = batch
+    rows = rows | {"response_start": rows["length"]}
+    (value, (denominator, _)), gradient = loss(
+        tiny, frozen, features, rows, OBJECTIVES["one horizon"]
+    )
+    assert float(value) == 0.0
+    assert float(denominator) == 0.0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+def test_padding_and_rows_without_anchors_contribute_nothing(tiny, frozen, batch):
+    rows, features = batch
+    objective = dataclasses.replace(OBJECTIVES["one horizon"], horizons=((8, 15),))
+    (value, _), gradient = loss(tiny, frozen, features, rows, objective)
+    poisoned = features.at[1, 20:].set(1e6).at[2].set(-1e6)
+    tokens = rows["tokens"].at[1, 20:].set(7).at[2].set(3)
+    (same, _), same_gradient = loss(tiny, frozen, poisoned, rows | {"tokens": tokens}, objective)
+    np.testing.assert_allclose(value, same, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient, same_gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("count", 15.0), ("blocks", 6.0), ("none", 1.0), ("weights", 6 + 5 * np.exp(-0.5) + 4 / np.e)],
+)
+def test_normalizers_count_what_they_say(tiny, frozen, batch, name, expected):
+    rows, features = batch
+    # Row 0: all of its six anchors 17..22; blocks of 4 are cut at 24: 3+3+3+3+2+1 slots.
+    rows = rows | {"response_start": jnp.array([17, 20, 9])}
+    objective = ObjectiveConfig(horizons=((4, 6),), normalizer=name)
+    (_, (denominator, _)), _ = loss(tiny, frozen, features, rows, objective)
+    np.testing.assert_allclose(denominator, expected, rtol=1e-6)
+
+
+def test_a_pruned_vocabulary_restricts_the_softmax_and_cuts_blocks(tiny, frozen, batch):
+    rows, features = batch
+    kept = jnp.array([0, 1, 2, 3, 4, 5, 6, 7, 9])
+    index = jnp.full((13,), -1).at[kept].set(jnp.arange(9))
+    pruned = Frozen(frozen.embedding, frozen.head[kept], index)
+    (value, (count, _)), _ = loss(tiny, pruned, features, rows, OBJECTIVES["uniform"])
+    (_, (whole_count, _)), _ = loss(tiny, frozen, features, rows, OBJECTIVES["uniform"])
+    assert 0 < float(count) < float(whole_count)
+    assert np.isfinite(float(value))
+
+
+def test_reports_carry_no_gradient_and_the_total_does():
+    hidden = jax.random.normal(jax.random.key(0), (3, 2, 4))
+    head = jax.random.normal(jax.random.key(1), (5, 4))
+    labels = jnp.zeros((3, 2), jnp.int32)
+    weight = jnp.ones((3, 2))
+
+    def total(hidden):
+        return chunked_slots(2, "ce", hidden, head, labels, weight)[0]
+
+    def naive(hidden):
+        return naive_slots("ce", hidden, head, labels, weight)[0]
+
+    np.testing.assert_allclose(jax.grad(total)(hidden), jax.grad(naive)(hidden), atol=1e-6)
+    reported = jax.grad(lambda h: chunked_slots(2, "ce", h, head, labels, weight)[1].sum())(hidden)
+    assert not np.any(reported)
