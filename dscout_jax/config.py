@@ -22,10 +22,11 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
         raise ConfigError(f"{field}={value!r} is not allowed; use {allowed}")
 
 
-def _require_positive(config: Any, section: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(value > 0, f"{section}.{name}", value, "a number above 0")
+def _require_positive(config: Any, section: str, *, besides: tuple[str, ...] = ()) -> None:
+    """Checks every number of a section but `besides` to be above 0."""
+    for name, value in vars(config).items():
+        if name not in besides and isinstance(value, int | float) and not isinstance(value, bool):
+            require(value > 0, f"{section}.{name}", value, "a number above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +62,7 @@ class TargetConfig:
     max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            "target",
-            [
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "rope_theta",
-                "rms_norm_eps",
-                "max_position_embeddings",
-            ],
-        )
+        _require_positive(self, "target")
         _check_heads(self, "target")
 
 
@@ -114,21 +101,7 @@ class DrafterConfig:
     block_size: int
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            "drafter",
-            [
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "rope_theta",
-                "rms_norm_eps",
-                "vocab_size",
-                "num_target_layers",
-            ],
-        )
+        _require_positive(self, "drafter", besides=("mask_token_id",))
         _check_heads(self, "drafter")
         ids = self.target_layer_ids
         require(
@@ -185,11 +158,7 @@ class DrafterSection:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, "drafter", ("num_hidden_layers", "block_size"))
-        size = self.draft_vocab_size
-        require(
-            size is None or size > 0, "drafter.draft_vocab_size", size, "a number above 0, or None"
-        )
+        _require_positive(self, "drafter", besides=("mask_token_id",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +174,7 @@ class DataSection:
     feature_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        _require_positive(self, "data", ("seq_len",))
+        _require_positive(self, "data", besides=("seed",))
         require(
             0.0 < self.validation_fraction < 1.0,
             "data.validation_fraction",
@@ -268,13 +237,10 @@ class ObjectiveConfig:
         ):
             value = getattr(self, name)
             require(value in allowed, f"objective.{name}", value, f"one of {', '.join(allowed)}")
-        require(
-            self.gamma is None or self.gamma > 0,
-            "objective.gamma",
-            self.gamma,
-            "a number above 0, or None",
-        )
-        _require_positive(self, "objective", ("chunk_blocks",))
+        _require_positive(self, "objective")
+
+
+_FRACTIONS = ("beta1", "beta2", "weight_decay", "warmup_fraction", "final_fraction")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,14 +258,14 @@ class OptimizerConfig:
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        _require_positive(self, "optimizer", ("learning_rate", "clip_norm"))
+        _require_positive(self, "optimizer", besides=_FRACTIONS)
         require(
             self.schedule in ("cosine", "wsd"),
             "optimizer.schedule",
             self.schedule,
             "'cosine' or 'wsd' (warm-up, stable, decay)",
         )
-        for name in ("beta1", "beta2", "warmup_fraction", "final_fraction", "weight_decay"):
+        for name in _FRACTIONS:
             value = getattr(self, name)
             require(0.0 <= value < 1.0, f"optimizer.{name}", value, "a number in [0, 1)")
         require(
@@ -324,19 +290,7 @@ class TrainSection:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            "train",
-            [
-                "num_steps",
-                "batch_size",
-                "log_every",
-                "eval_every",
-                "eval_rows",
-                "checkpoint_every",
-                "keep_checkpoints",
-            ],
-        )
+        _require_positive(self, "train", besides=("seed",))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,14 @@ dependency. It imports nothing of this project. By hand:
 A cycle is the time from one call of the drafter to the next, taken inside the reference's own
 `dflash_generate` (batch 1, float32). The drafter has random weights, so each cycle emits about one
 token; its cost does not depend on what is accepted. Plain decoding is measured twice: by
-`model.generate` and by a bare loop over the cached forward, which has less overhead.
+`model.generate` and by a bare loop over the cached forward, which has less overhead. Other work on
+the machine falsifies the figures, so the load average is written beside them.
 """
 
 import argparse
 import importlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -143,6 +145,7 @@ def time_loop(target: nn.Module, prompt: torch.Tensor, new_tokens: int) -> list[
 
 def measure(args: argparse.Namespace) -> dict:
     """Returns settings, versions, one row per measurement and repeat, and their medians."""
+    load_before = os.getloadavg()[0]
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_pretrained(
@@ -192,6 +195,7 @@ def measure(args: argparse.Namespace) -> dict:
     names = list(dict.fromkeys(row["name"] for row in rows))
     return {
         "settings": {key: _plain(value) for key, value in vars(args).items()},
+        "load_average": {"before": load_before, "after": os.getloadavg()[0]},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "summary": {
             name: statistics.median(row["median"] for row in rows if row["name"] == name)

@@ -22,8 +22,6 @@ from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # runs without installation
-
 from dscout_jax.data.prompts import Prompt, load_benchmark
 from dscout_jax.data.tokenizer import StreamDecoder, Tokenizer
 from dscout_jax.decoding.speculative import make_draft_weights

@@ -17,7 +17,7 @@ from dscout_jax.data.features import (
 )
 from dscout_jax.data.pipeline import ExampleSet, RowFeatures, make_examples, split_examples
 from dscout_jax.data.responses import Response, read_responses
-from dscout_jax.data.store import open_store
+from dscout_jax.data.store import ResponseStore, open_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +69,11 @@ def prepare_inputs(
         say: shows a line to the person who waits.
 
     Raises:
-        ConfigError: a token outside the target's vocabulary, or a draft vocabulary above it.
+        ConfigError: the responses are another target's, or the draft vocabulary is too large.
         ValueError: no rows are left, or the feature cache belongs to other rows or weights.
     """
     data = config.data
+    _require_same_target(responses, target_sha256, data.store)
     examples = make_examples(responses, data.seq_len)
     largest = max(int(example.tokens.max()) for example in examples)
     require(
@@ -102,6 +103,20 @@ def prepare_inputs(
     if data.features == "cached":
         features = _feature_cache(config, target, target_sha256, examples, compute_features, say)
     return Inputs(training, validation, features, draft_vocab_ids, examples.fingerprint())
+
+
+def _require_same_target(responses: Sequence[Response], target_sha256: str, store: str) -> None:
+    """Compares the digests that a store names with the target's; a JSONL file names none."""
+    settings = responses.settings if isinstance(responses, ResponseStore) else {}
+    for name, source in settings.get("sources", {}).items():
+        made_by = source.get("target_sha256") if isinstance(source, dict) else None
+        require(
+            made_by in (None, target_sha256),
+            "data.store",
+            store,
+            f"answers of the target with sha256 {target_sha256[:12]}; those of {name} were made by "
+            f"{made_by and made_by[:12]}",
+        )
 
 
 def sample_rows(examples: ExampleSet, count: int, *, seed: int) -> ExampleSet:

@@ -6,9 +6,10 @@ runs/data/store`), then
 
     python experiments/train.py --config=experiments/configs/smollm2_dflash.py --workdir=runs/dflash
 
-Variants: `:mixed` trains blocks of 4, 8 and 16 slots side by side, so that one drafter serves every
-block size; the drafter in `drafters/` was made with it. `:smoke` trains a few steps on a few rows, about a minute on a laptop CPU; its drafter is
-of no use. Any field can be set on the command line: `--config.train.num_steps=500`.
+Variants: `:mixed` trains blocks of 4, 8 and 16 slots side by side, so that one drafter serves
+every block size; the drafter in `drafters/` was made with it. `:smoke` trains a few steps on a few
+rows, about a minute on a laptop CPU; its drafter is of no use. Any field can be set on the command
+line: `--config.train.num_steps=500`.
 """
 
 from ml_collections import ConfigDict

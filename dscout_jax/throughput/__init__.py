@@ -1,0 +1,1 @@
+"""Factorization two: throughput = mean accepted tokens / cycle latency (METHOD section 4)."""

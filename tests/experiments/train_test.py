@@ -1,0 +1,54 @@
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from dscout_jax.config import from_config_dict
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = "experiments/configs/smollm2_dflash.py"
+
+
+def run_script(*arguments):
+    return subprocess.run(
+        [sys.executable, "experiments/train.py", *arguments],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([f"--config={CONFIG}", "--config.optimizer.lerning_rate=1"], "learning_rate"),
+        ([f"--config={CONFIG}:smok"], "config variant 'smok' is unknown; allowed: smoke"),
+        (["--config=nowhere.py"], "No such file or directory: 'nowhere.py'"),
+        ([], "--config is missing"),
+        ([f"--config={CONFIG}", "--config.train.num_steps=0"], "train.num_steps=0 is not allowed"),
+        ([f"--config={CONFIG}", "--workdir={tmp}/file/run"], "cannot write in"),
+        ([f"--config={CONFIG}", "--config.data.store={tmp}/none"], "no response store in"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_with_one_clear_line(tmp_path, arguments, message):
+    (tmp_path / "file").write_text("")
+    arguments = [argument.format(tmp=tmp_path) for argument in arguments]
+    ended = run_script(f"--workdir={tmp_path}/run", *arguments)
+    assert ended.returncode == 1
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("train: ")]
+    assert len(lines) == 1 and message in lines[0]
+    assert "Traceback" not in ended.stderr.replace(lines[0], "")
+
+
+@pytest.mark.parametrize("variant", ["", "smoke"])
+def test_every_variant_of_the_config_is_a_valid_experiment(variant):
+    spec = importlib.util.spec_from_file_location("smollm2_dflash", ROOT / CONFIG)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    experiment = from_config_dict(module.get_config(variant).to_dict())
+    assert experiment.drafter.target_layer_ids == (1, 8, 14, 21, 27)
+    assert (experiment.train.num_steps < 100) == (variant == "smoke")
