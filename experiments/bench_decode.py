@@ -6,9 +6,9 @@ r"""Is plain decoding strong, and does a cycle cost no more than its two forward
 Measures on this machine, batch 1, float32, about 300 tokens of context: plain decoding and its
 share of the memory bandwidth limit; draft, verify and whole cycles by block size. With
 `--torch_python` (an environment with torch, transformers, gguf and accelerate) the same run also
-times Hugging Face transformers and, with `--dflash_dir` (a checkout of z-lab/dflash), z-lab's cycle,
-between two halves of our own measurements. Latency does not depend on trained values, so the
-drafter is random.
+times Hugging Face transformers and, with `--dflash_dir` (a checkout of z-lab/dflash), z-lab's
+cycle, between two halves of our own measurements. Latency does not depend on trained values, so
+the drafter is random.
 
 Writes summary.json, rows.jsonl and, with torch, torch.json to `--output`.
 """

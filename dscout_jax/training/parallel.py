@@ -70,12 +70,12 @@ def make_train_step(
 
 
 def build_state(init: Callable[..., TrainState], *arguments: Any) -> TrainState:
-    """Returns `init(*arguments)` computed in one program, in buffers of its own.
+    """Returns `init(*arguments)` computed in one program.
 
-    What a state shares with other arrays would be deleted with it when it is donated.
+    Its buffers are its own: what a state shared with other arrays would be deleted when the state
+    is donated.
     """
-    # A forwarded argument would stay the caller's buffer; through a barrier it is a new one.
-    return jax.jit(lambda *given: jax.lax.optimization_barrier(init(*given)))(*arguments)
+    return jax.jit(init)(*arguments)
 
 
 def make_eval_step(

@@ -56,7 +56,7 @@ def validate(
         sums = jax.device_get(eval_sums(params, frozen, batch))
         totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
         for variant in variants:
-            taus[variant.block_size] += _replay(params, frozen, batch, variant)
+            taus[variant.block_size] += replay(params, frozen, batch, variant)
     numerator, denominator, by_horizon = totals
     largest = variants[-1].block_size
     values = {"validation/loss": float(numerator / max(denominator, 1e-9))}
@@ -78,7 +78,7 @@ def per_slot(sums: SlotSums, group: str) -> dict[str, list[float]]:
     }
 
 
-def _replay(params: dict, frozen: FrozenTarget, batch: dict, variant: Variant) -> list[list[int]]:
+def replay(params: dict, frozen: FrozenTarget, batch: dict, variant: Variant) -> list[list[int]]:
     """Tokens emitted by each cycle, for each row that has at least one."""
     num_tokens = batch["length"] - batch["response_start"]  # [B]
     longest = int(num_tokens.max())

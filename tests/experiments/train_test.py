@@ -26,7 +26,7 @@ def run_script(*arguments):
     ("arguments", "message"),
     [
         ([f"--config={CONFIG}", "--config.optimizer.lerning_rate=1"], "learning_rate"),
-        ([f"--config={CONFIG}:smok"], "config variant 'smok' is unknown; allowed: smoke"),
+        ([f"--config={CONFIG}:smok"], "config variant 'smok' is unknown; allowed: mixed, smoke"),
         (["--config=nowhere.py"], "No such file or directory: 'nowhere.py'"),
         ([], "--config is missing"),
         ([f"--config={CONFIG}", "--config.train.num_steps=0"], "train.num_steps=0 is not allowed"),
@@ -44,7 +44,7 @@ def test_bad_input_ends_with_one_clear_line(tmp_path, arguments, message):
     assert "Traceback" not in ended.stderr.replace(lines[0], "")
 
 
-@pytest.mark.parametrize("variant", ["", "smoke"])
+@pytest.mark.parametrize("variant", ["", "mixed", "smoke"])
 def test_every_variant_of_the_config_is_a_valid_experiment(variant):
     spec = importlib.util.spec_from_file_location("smollm2_dflash", ROOT / CONFIG)
     module = importlib.util.module_from_spec(spec)

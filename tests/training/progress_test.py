@@ -24,9 +24,9 @@ def test_without_a_terminal_it_writes_whole_lines():
 def test_on_a_terminal_it_draws_a_bar_and_leaves_a_fresh_line():
     stream = Terminal()
     with Progress(10, start=2, stream=stream) as progress:
+        progress.say("a word")
         progress.advance(10)
         progress.show({"loss": 1.25})
-        progress.say("a word")
     written = stream.getvalue()
     assert "10/10" in written and "loss=1.25" in written and "a word\n" in written
     assert written.endswith("\n")
