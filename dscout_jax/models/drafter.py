@@ -21,6 +21,7 @@ from dscout_jax.config import DrafterConfig
 from dscout_jax.models.layers import (
     MASKED_SCORE,
     DecoderLayer,
+    Dense,
     RMSNorm,
     group_queries,
     rotary_table,
@@ -74,13 +75,17 @@ def block_attention(
     to_context = jnp.where(context_mask[:, None, :, None, :], to_context, MASKED_SCORE)
     if slot_mask is not None:
         to_block = jnp.where(slot_mask[:, None, :, None, :], to_block, MASKED_SCORE)
-    weights = jax.nn.softmax(jnp.concatenate([to_context, to_block], axis=-1), axis=-1)
-    weights = weights.astype(q.dtype)
-    on_context = weights[..., :num_keys].reshape(batch, num_kv_heads, -1, num_keys)
+    # One softmax over both parts, without joining them: a copy of the scores costs more than them.
+    peak = jnp.maximum(to_context.max(axis=-1), to_block.max(axis=-1))
+    peak = jax.lax.stop_gradient(peak)[..., None]
+    on_context, on_block = jnp.exp(to_context - peak), jnp.exp(to_block - peak)
+    total = on_context.sum(axis=-1) + on_block.sum(axis=-1)  # [B, K, A, gG]
+    on_context = on_context.astype(q.dtype).reshape(batch, num_kv_heads, -1, num_keys)
     out = jnp.einsum("bkrs,bksh->bkrh", on_context, context[1]).reshape(
         batch, num_kv_heads, num_blocks, repeats * num_slots, head_dim
     )
-    out = out + jnp.einsum("bkarg,bakgh->bkarh", weights[..., num_keys:], block[1])
+    out = out + jnp.einsum("bkarg,bakgh->bkarh", on_block.astype(q.dtype), block[1])
+    out = out / total[..., None].astype(q.dtype)
     return ungroup_queries(jnp.swapaxes(out, 1, 2), num_slots)
 
 
@@ -92,7 +97,7 @@ class Drafter(nn.Module):
     def setup(self) -> None:
         """Declares fc, hidden_norm, layers and norm under z-lab's names."""
         cfg = self.config
-        self.fc = nn.Dense(cfg.hidden_size, use_bias=False)
+        self.fc = Dense(cfg.hidden_size)
         self.hidden_norm = RMSNorm(cfg.rms_norm_eps)
         self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_hidden_layers)]
         self.norm = RMSNorm(cfg.rms_norm_eps)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dscout_jax.config import TargetConfig
 from dscout_jax.models.cache import KVCache, write
-from dscout_jax.models.layers import DecoderLayer, RMSNorm, attend, rotary_table
+from dscout_jax.models.layers import DecoderLayer, Dense, RMSNorm, attend, rotary_table
 
 
 @flax.struct.dataclass
@@ -38,7 +38,7 @@ class Target(nn.Module):
         self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_hidden_layers)]
         self.norm = RMSNorm(cfg.rms_norm_eps)
         if not cfg.tie_word_embeddings:
-            self.lm_head = nn.Dense(cfg.vocab_size, use_bias=False)
+            self.lm_head = Dense(cfg.vocab_size)
 
     def __call__(self, tokens, cache, tap_ids, active, num_layers):
         """See `apply_target`."""
