@@ -57,6 +57,7 @@ def prepare_inputs(
     *,
     compute_features: FeaturesFn,
     say: Callable[[str], None],
+    stop: Callable[[], bool] = lambda: False,
 ) -> Inputs:
     """Cuts, splits and counts the rows; writes or opens the feature cache if one is configured.
 
@@ -67,8 +68,10 @@ def prepare_inputs(
         responses: the target's answers.
         compute_features: `(tokens, length) -> features`, for a cache that is not there yet.
         say: shows a line to the person who waits.
+        stop: asked after each shard of a feature cache.
 
     Raises:
+        InterruptedError: a stop was asked for; the shards written so far are kept.
         ConfigError: the responses are another target's, or the draft vocabulary is too large.
         ValueError: no rows are left, or the feature cache belongs to other rows or weights.
     """
@@ -101,7 +104,9 @@ def prepare_inputs(
     )
     features = None
     if data.features == "cached":
-        features = _feature_cache(config, target, target_sha256, examples, compute_features, say)
+        features = _feature_cache(
+            config, target, target_sha256, examples, compute_features, say, stop
+        )
     return Inputs(training, validation, features, draft_vocab_ids, examples.fingerprint())
 
 
@@ -176,6 +181,7 @@ def _feature_cache(
     examples: ExampleSet,
     compute_features: FeaturesFn,
     say: Callable[[str], None],
+    stop: Callable[[], bool],
 ) -> FeatureCache:
     if config.data.feature_dtype != "bfloat16":
         raise ConfigError(
@@ -191,4 +197,9 @@ def _feature_cache(
         if done == len(examples) or done / len(examples) >= reported + 0.05:
             reported = done / len(examples)
             say(f"feature cache: {done} of {len(examples)} rows written")
+        if stop():
+            raise InterruptedError(
+                f"stopped on request after {done} rows of the feature cache; the same command "
+                "writes the rest"
+            )
     return FeatureCache(folder, examples, settings)

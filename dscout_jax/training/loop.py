@@ -87,7 +87,7 @@ def train(
     with Checkpointer(directory / "checkpoints", max_to_keep=kept) as checkpoints:
         start = checkpoints.latest or 0
         with Progress(config.train.num_steps, start=start) as progress:
-            setup = prepare(config, target, responses, say=progress.say)
+            setup = prepare(config, target, responses, say=progress.say, stop=stop)
             _refuse_other_experiment(checkpoints, setup, directory)
             _write_json(directory / "config.json", to_dict(config))
             _write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})

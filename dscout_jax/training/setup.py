@@ -160,6 +160,7 @@ def prepare(
     responses: Sequence[Response],
     *,
     say: Callable[[str], None],
+    stop: Callable[[], bool] = lambda: False,
 ) -> Setup:
     """Reads the data and builds the steps; nothing is compiled before its first call.
 
@@ -168,6 +169,7 @@ def prepare(
         target: the frozen target.
         responses: its greedy answers.
         say: shows a line to the person who waits.
+        stop: asked while a feature cache is written.
 
     Raises:
         ValueError: configuration, data and target do not fit.
@@ -182,7 +184,13 @@ def prepare(
     dtype = jnp.dtype(config.data.feature_dtype)
     features_fn = make_features_fn(target.params, target.cfg, drafter.target_layer_ids, dtype)
     inputs = prepare_inputs(
-        config, target.cfg, target.sha256, responses, compute_features=features_fn, say=say
+        config,
+        target.cfg,
+        target.sha256,
+        responses,
+        compute_features=features_fn,
+        say=say,
+        stop=stop,
     )
 
     def sums(params, frozen, batch, key):
