@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import pathlib
-import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +25,11 @@ from dscout_jax.data.prompts import Prompt, load_benchmark
 from dscout_jax.data.tokenizer import StreamDecoder, Tokenizer
 from dscout_jax.decoding.speculative import make_draft_weights
 from dscout_jax.evaluation.benchmarks import Measurement, as_row, measure_prompt
-from dscout_jax.evaluation.report import describe_environment, write_json
+from dscout_jax.evaluation.report import describe_environment, peak_memory_gib, write_json
 from dscout_jax.evaluation.results import best_rows, mean_rows, summarize_all, write_results
 from dscout_jax.evaluation.runners import Runners, fit_sizes
 from dscout_jax.evaluation.tables import console_table
+from dscout_jax.throughput.latency import Setting, interleave, medians, phase_timers
 from dscout_jax.training.checkpoint import require_writable
 from dscout_jax.weights.dflash import WEIGHTS_FILE, LoadedDrafter, check_target, load_drafter
 from dscout_jax.weights.download import WeightsError, sha256_of
@@ -260,6 +260,7 @@ def run_workloads(args: argparse.Namespace) -> int:
         say("nothing was measured; no summary is written")
         return 130 if not is_complete else 1
     extra = {
+        "phase_ms": None if args.smoke or not is_complete else phase_ms(runners),
         **describe_environment(),
         **hashes,
         "complete": is_complete,
@@ -300,11 +301,25 @@ def measure_all(
             bar.update()
 
 
+def phase_ms(runners: Runners) -> dict[int, dict[str, float]]:
+    """Returns the median milliseconds of the draft and the verify forward by block size."""
+    say("timing the phases of a cycle")
+    setting, found = Setting(context=256), {}
+    for size, variant in runners.variants.items():
+        timers = phase_timers(runners.params, runners.weights, variant, setting)
+        middle = medians(list(interleave(timers, repeats=8)))
+        found[size] = {name: 1e3 * seconds for name, seconds in middle.items()}
+    return found
+
+
 def show(found: Sequence[Measurement], summary: dict, output: pathlib.Path) -> None:
     """Prints the tables, the differences and where the files are."""
     summaries = summarize_all(found)
     print(console_table(best_rows(summaries)))
     print(console_table(mean_rows(summaries)))
+    for size, phases in (summary["phase_ms"] or {}).items():
+        parts = ", ".join(f"{name} {value:.1f} ms" for name, value in phases.items())
+        print(f"block size {size}: {parts} a cycle")
     for measurement in found:
         answer = measurement.answer
         if answer.divergence is not None:
@@ -365,11 +380,6 @@ def use_colour(stream: TextIO) -> bool:
 def plain_value(value: object) -> object:
     """Returns a flag's value as JSON."""
     return str(value) if isinstance(value, pathlib.Path) else value
-
-
-def peak_memory_gib() -> float:
-    """Returns the most memory that this process held; Linux counts in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import platform
+import resource
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,11 @@ def describe_environment() -> dict[str, Any]:
         "git_revision": run["git"],
         "command": run["command"],
     }
+
+
+def peak_memory_gib() -> float:
+    """Returns the most memory that this process held; Linux counts in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

@@ -114,10 +114,10 @@ class Runners:
             raise ValueError(
                 f"no block size was given; allowed are 2 to {drafter.block_size}, the drafter's own"
             )
-        self._params = params
+        self.params = params
         self._target = target
-        self._weights = weights
-        self._variants = {
+        self.weights = weights
+        self.variants = {
             size: Variant(target, drafter, block_size=size, stop_ids=stop_ids)
             for size in block_sizes
         }
@@ -132,7 +132,7 @@ class Runners:
         def bind(block_size: int) -> Decode:
             return lambda ids, new: self.decode_speculative(ids, new, block_size)
 
-        return {size: bind(size) for size in self._variants}
+        return {size: bind(size) for size in self.variants}
 
     def plain(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Generated:
         """Decodes one prompt plainly.
@@ -144,10 +144,10 @@ class Runners:
         state = init_generation(self._target, 1, self._sizes.capacity)
         jax.block_until_ready(state)
         start = time.perf_counter()
-        state = prefill(self._params, state, *arrays, self._key, **self._static)
+        state = prefill(self.params, state, *arrays, self._key, **self._static)
         jax.block_until_ready(state)
         prefilled = time.perf_counter()
-        state = decode_steps(self._params, state, self._sizes.max_new_tokens, **self._static)
+        state = decode_steps(self.params, state, self._sizes.max_new_tokens, **self._static)
         jax.block_until_ready(state)
         done = time.perf_counter()
         tokens = _answer(state.tokens, state.length, prompt_ids)
@@ -196,15 +196,15 @@ class Runners:
     def margin(self, token_ids: Sequence[int]) -> float:
         """Returns the gap between the two largest logits for the token after `token_ids`."""
         tokens = jnp.asarray([list(token_ids)], jnp.int32)
-        hidden = apply_target(self._params, self._target, tokens).hidden[:, -1]
-        logits = np.sort(np.asarray(compute_logits(self._params, self._target, hidden)[0]))
+        hidden = apply_target(self.params, self._target, tokens).hidden[:, -1]
+        logits = np.sort(np.asarray(compute_logits(self.params, self._target, hidden)[0]))
         return float(logits[-1] - logits[-2])
 
     def compile(self) -> Iterator[str]:
         """Runs every program once; yields the name of each before it is compiled."""
         yield "plain decoding"
         self.plain([1], 2)
-        for size in self._variants:
+        for size in self.variants:
             yield f"speculative decoding, block size {size}"
             self.decode_speculative([1], 2, size)
         narrower = 0
@@ -220,21 +220,21 @@ class Runners:
     ) -> tuple[SpeculativeState, float]:
         """Returns the state after the prefill, the same for all block sizes, and its seconds."""
         arrays = self._arrays(prompt_ids, max_new_tokens)
-        variant = next(iter(self._variants.values()))
+        variant = next(iter(self.variants.values()))
         state = init_speculative(
             self._target, variant.drafter, 1, self._sizes.capacity, self._sizes.max_new_tokens
         )
         jax.block_until_ready(state)
         start = time.perf_counter()
-        state = prefill_speculative(self._params, self._weights, state, *arrays, variant=variant)
+        state = prefill_speculative(self.params, self.weights, state, *arrays, variant=variant)
         jax.block_until_ready(state)
         return state, time.perf_counter() - start
 
     def _cycles(
         self, state: SpeculativeState, num_cycles: int, block_size: int
     ) -> SpeculativeState:
-        variant = self._variants[block_size]
-        return decode_cycles(self._params, self._weights, state, num_cycles, variant=variant)
+        variant = self.variants[block_size]
+        return decode_cycles(self.params, self.weights, state, num_cycles, variant=variant)
 
     def _arrays(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[jax.Array, ...]:
         """Returns prompts, prompt_len, slots and max_new_tokens of a batch of one."""
