@@ -158,6 +158,7 @@ def export_drafter(
         with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
             staged = Path(partial)
             save_file(tensors, staged / WEIGHTS_FILE, metadata={"format": "pt"})
+            (staged / WEIGHTS_FILE).chmod(0o644)  # the library makes it readable to its owner only
             os.replace(staged / WEIGHTS_FILE, folder / WEIGHTS_FILE)
             if token_ids is None:
                 (folder / VOCABULARY_FILE).unlink(missing_ok=True)
