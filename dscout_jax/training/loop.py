@@ -242,23 +242,36 @@ def _export(
     if checkpoints.best is not None and checkpoints.best != step:
         restored = checkpoints.restore(setup.abstract_state(), checkpoints.best)
         step, params = restored.step, restored.state.params
-    identity = setup.identity()
     export_drafter(
         directory,
         setup.drafter,
         params,
         token_ids=setup.inputs.draft_vocab_ids,
-        trained_on={
-            "target": setup.target.name,
-            "target_sha256": setup.target.sha256,
-            "data_fingerprint": setup.inputs.fingerprint,
-            "response_tokens": setup.inputs.training.num_response_tokens,
-            "steps": step,
-            "heldout_mat_pooled": checkpoints.score(step),
-            **{name: identity[name] for name in ("data", "objective", "optimizer", "train")},
-        },
+        trained_on=trained_on(setup, step, checkpoints.score(step)),
     )
     progress.say(f"drafter of step {step} (best held-out MAT) written to {directory}")
+
+
+def trained_on(setup: Setup, step: int, score: float | None) -> dict[str, Any]:
+    """Returns what a drafter's config.json records of its making; no paths of this machine.
+
+    Args:
+        setup: the experiment.
+        step: updates done.
+        score: held-out MAT, pooled, at the largest block size; None if it was not measured.
+    """
+    identity = setup.identity()
+    paths = ("store", "feature_cache", "features")
+    return {
+        "target": setup.target.name,
+        "target_sha256": setup.target.sha256,
+        "data_fingerprint": setup.inputs.fingerprint,
+        "response_tokens": setup.inputs.training.num_response_tokens,
+        "steps": step,
+        "heldout_mat_pooled": score,
+        "data": {name: value for name, value in identity["data"].items() if name not in paths},
+        **{name: identity[name] for name in ("objective", "optimizer", "train")},
+    }
 
 
 def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
