@@ -39,7 +39,7 @@ class TargetConfig:
         intermediate_size: width of the gated MLP.
         num_hidden_layers: L.
         num_attention_heads: N, query heads.
-        num_key_value_heads: K, key/value heads; divides N.
+        num_key_value_heads: K_h, key/value heads; divides N.
         head_dim: H, independent of D / N.
         rope_theta: base of the rotary frequencies.
         rms_norm_eps: epsilon of every RMS norm.
@@ -75,7 +75,7 @@ class DrafterConfig:
         intermediate_size: width of the gated MLP.
         num_hidden_layers: d, drafter layers.
         num_attention_heads: N.
-        num_key_value_heads: K; divides N.
+        num_key_value_heads: K_h; divides N.
         head_dim: H.
         rope_theta: base of the rotary frequencies, the target's.
         rms_norm_eps: epsilon of every RMS norm.
@@ -229,6 +229,10 @@ class ObjectiveConfig:
             "objective.horizons",
             self.horizons,
             "pairs (block size >= 2, anchors >= 1)",
+        )
+        sizes = [block_size for block_size, _ in self.horizons]
+        require(
+            len(set(sizes)) == len(sizes), "objective.horizons", self.horizons, "distinct sizes"
         )
         for name, allowed in (
             ("weighting", ("uniform", "exp_decay")),

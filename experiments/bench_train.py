@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from dscout_jax.config import from_config_dict
 from dscout_jax.data.responses import Response
-from dscout_jax.evaluation.report import describe_environment, write_json
+from dscout_jax.evaluation.report import write_samples
 from dscout_jax.objective.loss import chunked_slots
 from dscout_jax.throughput.latency import interleave, medians
 from dscout_jax.training.setup import Setup, prepare
@@ -148,13 +148,10 @@ def main() -> None:
             name: middle[name] / middle["step"] for name in ("forward", "head", "optimizer")
         },
         "settings": vars(args),
-        "environment": describe_environment(),
         "load_average": {"before": load_before, "after": os.getloadavg()[0]},
     }
-    rows = "".join(json.dumps(sample) + "\n" for sample in samples)
-    (output / "rows.jsonl").write_text(rows, encoding="utf-8")
-    write_json(output / "summary.json", summary)
-    print(json.dumps({k: v for k, v in summary.items() if k != "environment"}, indent=2))
+    write_samples(output, samples, summary)
+    print(json.dumps(summary, indent=2))
 
 
 if __name__ == "__main__":

@@ -178,13 +178,13 @@ def store_answers() -> None:
 
     paths = [Path(path) for path in (_OUTPUT.value, *_SKIP_JSONL.value) if path is not None]
     responses = read_responses(paths)
-    sources: dict[str, Any] = {}
+    sources: list[dict[str, Any]] = []  # files may share a name, so a list
     for path in paths:
         try:
-            sources[path.name] = read_settings(path)
+            sources.append({"file": path.name, "settings": read_settings(path)})
         except FileNotFoundError:
             logging.warning("%s has no settings beside it; stored as unknown", path)
-            sources[path.name] = "unknown"
+            sources.append({"file": path.name, "settings": None})
     store = build_store(responses, _STORE.value, {"sources": sources})
     logging.info("store %s: %d rows", _STORE.value, len(store))
 

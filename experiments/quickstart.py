@@ -93,7 +93,10 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--max_context", type=int, default=2048, help="cache positions at most")
     where = parser.add_argument_group("where results go")
     where.add_argument(
-        "--output", type=pathlib.Path, metavar="DIR", default=pathlib.Path("runs/quickstart")
+        "--output",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="default: runs/quickstart own, results/quickstart real",
     )
     where.add_argument("--json", type=pathlib.Path, metavar="FILE", help="table and rows in one")
     return parser
@@ -120,9 +123,12 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         args.num_prompts = 1 if args.smoke else 8 if args.benchmarks is None else 16
     if args.max_new_tokens is None:
         args.max_new_tokens = 24 if args.smoke else 64 if args.benchmarks is None else 128
-    for name in ("num_prompts", "max_new_tokens", "max_context"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
+    if args.output is None:
+        args.output = pathlib.Path("runs" if args.benchmarks is None else "results", "quickstart")
+    # The first token is the prefill's: from two on there is a cycle to measure.
+    for name, least in (("num_prompts", 1), ("max_new_tokens", 2), ("max_context", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name}={getattr(args, name)} must be at least {least}")
     return args
 
 
@@ -345,12 +351,15 @@ def show_prompt(args: argparse.Namespace, stream: TextIO) -> int:
     marks = (ACCEPTED_ON, ACCEPTED_OFF) if use_colour(stream) else ("[", "]")
     decoder = StreamDecoder(tokenizer)
     lengths: list[int] = []
+
+    def write(tokens: tuple[int, ...]) -> None:
+        stream.write(mark_accepted(tokens, decoder, marks))
+        stream.flush()
+        lengths.append(len(tokens))
+
     start = time.perf_counter()
     try:
-        for tokens in runners.stream(prompt_ids, args.max_new_tokens, block_size):
-            stream.write(mark_accepted(tokens, decoder, marks))
-            stream.flush()
-            lengths.append(len(tokens))
+        runners.stream(prompt_ids, args.max_new_tokens, block_size, write)
         seconds = time.perf_counter() - start
     finally:
         stream.write(decoder.flush() + "\n")

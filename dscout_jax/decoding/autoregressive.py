@@ -68,7 +68,7 @@ def prefill_rows(params, config, prompts, prompt_len, tap_ids=()):
 
 
 def place(buffer: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes rows [R, K, P, H] into slots [R] of a buffer [B, K, S, H]; slot >= B is dropped."""
+    """Writes rows [R, K_h, P, H] into slots [R] of a buffer [B, K_h, S, H]; drops slots >= B."""
     return buffer.at[slots, :, : rows.shape[2]].set(rows.astype(buffer.dtype), mode="drop")
 
 
@@ -91,7 +91,7 @@ def admit_rows(
     Args:
         state: rows in flight; the named slots are overwritten whole.
         logits: [R, V] of `prefill_rows`.
-        prompt_cache: its cache, [R, K, P, H] a layer.
+        prompt_cache: its cache, [R, K_h, P, H] a layer.
         prompts: [R, P] int32.
         prompt_len: [R] int32.
         slots: [R] int32 distinct slots; an entry >= B is a padding row and is dropped.

@@ -75,6 +75,12 @@ class Variant:
                 f"block_size={self.block_size} is not in [2, {largest}], what the drafter was "
                 "trained for"
             )
+        depth, num_taps = self.drafter.num_hidden_layers, len(self.drafter.target_layer_ids)
+        if self.num_layers is not None and not 1 <= self.num_layers <= depth:
+            raise ValueError(f"num_layers={self.num_layers} is not in [1, {depth}]")
+        taps = range(num_taps) if self.taps is None else self.taps
+        if not taps or list(taps) != sorted(set(taps) & set(range(num_taps))):
+            raise ValueError(f"taps={self.taps} must be increasing indices below {num_taps}")
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
@@ -89,7 +95,7 @@ class SpeculativeState:
 
     Attributes:
         rows: tokens, lengths and target cache; the last known token of a row is its anchor.
-        context: drafter context K/V, [B, K, S, H] a layer, valid below `rows.length - 1`.
+        context: drafter context K/V, [B, K_h, S, H] a layer, valid below `rows.length - 1`.
         cycles: [B] int32 cycles done by each row.
         emitted: [B, M] int32, tokens emitted by each cycle (the first, prefilled token is not one
             of them); zero past `cycles`.

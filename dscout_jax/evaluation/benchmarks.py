@@ -4,6 +4,7 @@ Decoders come in as functions, so that this module knows nothing of models; `run
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,8 +39,8 @@ class Generated:
 Decode = Callable[[Sequence[int], int], Generated]
 """(prompt ids, most new tokens) -> Generated; already compiled."""
 
-Margin = Callable[[Sequence[int]], float]
-"""Token ids -> gap between the target's two largest logits for the next token."""
+Margin = Callable[[Sequence[int], Sequence[int]], float]
+"""(token ids, next tokens) -> how far the worst of these lies below the target's best logit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,11 @@ def compare(
     divergence = first_difference(plain.tokens, speculative.tokens)
     gap = None
     if divergence is not None:
-        gap = margin([*prompt_ids, *plain.tokens[:divergence]])
+        pair = [answer.tokens[divergence : divergence + 1] for answer in (plain, speculative)]
+        # An answer that merely ends earlier is no tie between two tokens.
+        ended = not all(pair)
+        context = [*prompt_ids, *plain.tokens[:divergence]]
+        gap = math.inf if ended else margin(context, [tokens[0] for tokens in pair])
         logging.info("%s: token %d differs, margin %.2e", prompt_id, divergence, gap)
     return Answer(
         prompt_id=prompt_id,

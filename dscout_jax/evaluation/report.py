@@ -6,7 +6,7 @@ import os
 import pathlib
 import platform
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dscout_jax.training.provenance import describe_run
@@ -47,6 +47,15 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def write_json(path: str | os.PathLike, values: Mapping[str, Any]) -> None:
     """Writes indented JSON in one step; NaN becomes null."""
     write_text(path, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
+
+
+def write_samples(
+    folder: pathlib.Path, samples: Sequence[Mapping[str, float]], summary: Mapping[str, Any]
+) -> None:
+    """Writes the raw rows of a benchmark to rows.jsonl, and summary.json with the machine."""
+    rows = "".join(json.dumps(sample) + "\n" for sample in samples)
+    write_text(folder / "rows.jsonl", rows)
+    write_json(folder / "summary.json", {**summary, "environment": describe_environment()})
 
 
 def _finite(value: Any) -> Any:

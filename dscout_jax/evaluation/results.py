@@ -165,6 +165,7 @@ def _table_row(workload: str, block_size: int, summary: Summary) -> dict[str, An
         "speculative tokens/s": summary.speculative_tokens_per_s,
         "speedup": summary.speedup.value,
         "speedup loop-free": summary.speedup_loop_free,
+        "end to end": summary.speedup_end_to_end.value,
         "identical": ("yes" if summary.identical else "NO") + ties,
     }
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from dscout_jax.decoding.speculative import (
     init_speculative,
     prefill_speculative,
 )
+from dscout_jax.decoding.streaming import stream_cycles
 from dscout_jax.evaluation.benchmarks import Decode, Generated
 from dscout_jax.models.target import apply_target, compute_logits
 
@@ -170,35 +171,35 @@ class Runners:
         prompt_ids: Sequence[int],
         max_new_tokens: int,
         block_size: int,
+        on_tokens: Callable[[tuple[int, ...]], None],
         cycles_at_once: int = 4,
-    ) -> Iterator[tuple[int, ...]]:
-        """Yields the tokens of each cycle as they come; the first item is the prefill's token.
+    ) -> None:
+        """Hands over the tokens of each cycle as they come; the first call is the prefill's token.
 
         Args:
             prompt_ids: the prompt.
             max_new_tokens: most tokens of the answer.
             block_size: G.
+            on_tokens: called with the tokens of one cycle.
             cycles_at_once: cycles that the device runs between two looks at the result.
         """
         state, _ = self._prefill(prompt_ids, max_new_tokens)
-        shown_tokens, shown_cycles = 0, -1
-        while True:
-            tokens = _answer(state.rows.tokens, state.rows.length, prompt_ids)
-            counts = (1, *_emitted(state))
-            for count in counts[shown_cycles + 1 :]:
-                yield tokens[shown_tokens : shown_tokens + count]
-                shown_tokens += count
-            shown_cycles = len(counts) - 1
-            if bool(state.rows.done[0]):
-                return
-            state = self._cycles(state, cycles_at_once, block_size)
+        stream_cycles(
+            self.params,
+            self.weights,
+            state,
+            [len(prompt_ids)],
+            lambda row, tokens: on_tokens(tokens),
+            variant=self._variant(block_size),
+            cycles_at_once=cycles_at_once,
+        )
 
-    def margin(self, token_ids: Sequence[int]) -> float:
-        """Returns the gap between the two largest logits for the token after `token_ids`."""
+    def margin(self, token_ids: Sequence[int], candidates: Sequence[int]) -> float:
+        """Returns how far the worst of `candidates` lies below the best next token, in logits."""
         tokens = jnp.asarray([list(token_ids)], jnp.int32)
         hidden = apply_target(self.params, self._target, tokens).hidden[:, -1]
-        logits = np.sort(np.asarray(compute_logits(self.params, self._target, hidden)[0]))
-        return float(logits[-1] - logits[-2])
+        logits = np.asarray(compute_logits(self.params, self._target, hidden)[0])
+        return float(logits.max() - logits[list(candidates)].min())
 
     def compile(self) -> Iterator[str]:
         """Runs every program once; yields the name of each before it is compiled."""
@@ -233,8 +234,15 @@ class Runners:
     def _cycles(
         self, state: SpeculativeState, num_cycles: int, block_size: int
     ) -> SpeculativeState:
-        variant = self.variants[block_size]
+        variant = self._variant(block_size)
         return decode_cycles(self.params, self.weights, state, num_cycles, variant=variant)
+
+    def _variant(self, block_size: int) -> Variant:
+        if block_size not in self.variants:
+            raise ValueError(
+                f"block_size={block_size} is not compiled; allowed: {sorted(self.variants)}"
+            )
+        return self.variants[block_size]
 
     def _arrays(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[jax.Array, ...]:
         """Returns prompts, prompt_len, slots and max_new_tokens of a batch of one."""

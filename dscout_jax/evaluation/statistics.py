@@ -52,7 +52,8 @@ class Answer:
         plain: the plain decoder's answer.
         speculative: the speculative decoder's answer.
         divergence: index of the first differing token, None where the answers are identical.
-        margin: gap between the two largest logits of the target at the divergence, else None.
+        margin: how far the worse of the two tokens lies below the target's best logit at the
+            divergence (infinite where one answer merely ends), else None.
         is_near_tie: whether the answers differ and the margin explains it.
     """
 

@@ -10,8 +10,8 @@ class KVCache:
     """Keys and values of the tokens processed so far, left aligned.
 
     Attributes:
-        keys: one array per layer, [B, K, S, H]; rotated keys. Undefined at or past `length`.
-        values: one array per layer, [B, K, S, H].
+        keys: one array per layer, [B, K_h, S, H]; rotated keys. Undefined at or past `length`.
+        values: one array per layer, [B, K_h, S, H].
         length: [B] int32, valid positions of each row, in [0, S].
     """
 
@@ -52,13 +52,13 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     """Writes `new` at each row's own offset, in place when `buffer` is donated.
 
     Args:
-        buffer: [B, K, S, H].
-        new: [B, K, T, H].
+        buffer: [B, K_h, S, H].
+        new: [B, K_h, T, H].
         start: [B] int32 position of the first new entry. Entries at or past S are dropped, so a row
             is left untouched by `start = S`.
 
     Returns:
-        [B, K, S, H].
+        [B, K_h, S, H].
     """
     batch, heads, capacity, _ = buffer.shape
     num_new = new.shape[2]

@@ -34,8 +34,8 @@ class Context:
     """Context keys and values of the drafter, one row per verified token.
 
     Attributes:
-        keys: per drafter layer [B, K, S, H], normalised and rotated.
-        values: per drafter layer [B, K, S, H].
+        keys: per drafter layer [B, K_h, S, H], normalised and rotated.
+        values: per drafter layer [B, K_h, S, H].
     """
 
     keys: tuple[jax.Array, ...]
@@ -53,8 +53,8 @@ def block_attention(
 
     Args:
         q: [B, A, G, N, H].
-        context: keys and values [B, K, S, H], shared by the blocks of a row.
-        block: keys and values [B, A, K, G, H].
+        context: keys and values [B, K_h, S, H], shared by the blocks of a row.
+        block: keys and values [B, A, K_h, G, H].
         context_mask: [B, A, S] boolean, True = visible; positions strictly before the anchor.
         slot_mask: [B, A, G] boolean, True = the slot serves as a key; None = all do.
 
@@ -64,8 +64,8 @@ def block_attention(
     batch, num_blocks, num_slots, num_heads, head_dim = q.shape
     num_kv_heads, num_keys = context[0].shape[1:3]
     repeats = num_heads // num_kv_heads
-    grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, A, K, gG, H]
-    # All blocks of a row meet the context in one product: [B, K, A * gG, H] x [B, K, S, H].
+    grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, A, K_h, gG, H]
+    # All blocks of a row meet the context in one product: [B, K_h, A * gG, H] x [B, K_h, S, H].
     flat = jnp.swapaxes(grouped, 1, 2).reshape(batch, num_kv_heads, -1, head_dim)
     to_context = jnp.einsum(
         "bkrh,bksh->bkrs", flat, context[0], preferred_element_type=jnp.float32
@@ -79,7 +79,7 @@ def block_attention(
     peak = jnp.maximum(to_context.max(axis=-1), to_block.max(axis=-1))
     peak = jax.lax.stop_gradient(peak)[..., None]
     on_context, on_block = jnp.exp(to_context - peak), jnp.exp(to_block - peak)
-    total = on_context.sum(axis=-1) + on_block.sum(axis=-1)  # [B, K, A, gG]
+    total = on_context.sum(axis=-1) + on_block.sum(axis=-1)  # [B, K_h, A, gG]
     on_context = on_context.astype(q.dtype).reshape(batch, num_kv_heads, -1, num_keys)
     out = jnp.einsum("bkrs,bksh->bkrh", on_context, context[1]).reshape(
         batch, num_kv_heads, num_blocks, repeats * num_slots, head_dim
@@ -205,7 +205,7 @@ def project_context(
     *,
     num_layers: int | None = None,
 ) -> Context:
-    """Returns the context keys and values of T tokens, [B, K, T, H] per layer.
+    """Returns the context keys and values of T tokens, [B, K_h, T, H] per layer.
 
     Args:
         params: drafter weights (after `select_taps` when taps are cut).

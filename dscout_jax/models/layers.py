@@ -66,14 +66,14 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def group_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[..., T, N, H] -> [..., K, (N/K) * T, H]: the query heads of one key head side by side."""
+    """[..., T, N, H] -> [..., K_h, (N/K_h) * T, H]: query heads of one key head together."""
     *lead, t, n, h = q.shape
     q = jnp.moveaxis(q.reshape(*lead, t, num_kv_heads, n // num_kv_heads, h), -4, -2)
     return q.reshape(*lead, num_kv_heads, (n // num_kv_heads) * t, h)
 
 
 def ungroup_queries(out: jax.Array, num_tokens: int) -> jax.Array:
-    """[..., K, (N/K) * T, H] -> [..., T, N * H], undoes `group_queries` and joins the heads."""
+    """[..., K_h, (N/K_h) * T, H] -> [..., T, N * H], undoes `group_queries` and joins the heads."""
     *lead, k, gt, h = out.shape
     out = jnp.moveaxis(out.reshape(*lead, k, gt // num_tokens, num_tokens, h), -2, -4)
     return out.reshape(*lead, num_tokens, k * (gt // num_tokens) * h)
@@ -84,8 +84,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
     Args:
         q: [B, T, N, H] rotated queries.
-        k: [B, K, S, H] rotated keys, in the layout of the cache so that it is read without a copy.
-        v: [B, K, S, H].
+        k: [B, K_h, S, H] rotated keys, in the layout of the cache: it is read without a copy.
+        v: [B, K_h, S, H].
         mask: [B, T, S] boolean, True = attend.
 
     Returns:
@@ -95,7 +95,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     """
     num_tokens, num_heads, head_dim = q.shape[1:]
     num_kv_heads = k.shape[1]
-    grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, K, gT, H]
+    grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, K_h, gT, H]
     scores = jnp.einsum("bkrh,bksh->bkrs", grouped, k, preferred_element_type=jnp.float32)
     repeats = num_heads // num_kv_heads
     mask = jnp.tile(mask[:, None], (1, 1, repeats, 1))  # [B, 1, gT, S]
@@ -133,7 +133,7 @@ class Attention(nn.Module):
     def keys_values(
         self, x: jax.Array, rotary: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Rotated keys and values, each [..., K, T, H], of inputs [..., T, D]."""
+        """Rotated keys and values, each [..., K_h, T, H], of inputs [..., T, D]."""
         cfg = self.config
         shape = (*x.shape[:-1], cfg.num_key_value_heads, cfg.head_dim)
         k, v = self.k_proj(x).reshape(shape), self.v_proj(x).reshape(shape)
@@ -176,7 +176,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(self.config)
 
     def project(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array]):
-        """Queries [..., T, N, H] and keys, values [..., K, T, H] of the residual [..., T, D]."""
+        """Queries [..., T, N, H] and keys, values [..., K_h, T, H] of the residual [..., T, D]."""
         x = self.input_layernorm(x)
         return self.self_attn.queries(x, rotary), *self.self_attn.keys_values(x, rotary)
 

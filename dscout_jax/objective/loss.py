@@ -90,7 +90,10 @@ def loss_sums(
     label_mask = None
     if frozen.draft_index is not None:
         label_mask = frozen.draft_index[batch["tokens"]] >= 0
-    numerator = denominator = jnp.float32(0.0)
+        # An anchor whose next token cannot be drafted would supervise nothing.
+        eligible = eligible & jnp.roll(label_mask, -1, axis=1)
+    numerator = jnp.float32(0.0)
+    denominator = jnp.float32(1.0 if objective.normalizer == "none" else 0.0)
     sums = {}
     for index, (block_size, num_anchors) in enumerate(objective.horizons):
         anchors, valid = sample_anchors(jax.random.fold_in(key, index), eligible, num_anchors)
@@ -116,7 +119,8 @@ def normalizer(name: str, slots: SlotSums, valid: jax.Array) -> jax.Array:
     """Returns this batch's share of Z [] (METHOD section 2.4).
 
     Args:
-        name: `weights` (sum of I * W), `count` (sum of I), `blocks` (valid blocks) or `none` (1).
+        name: `weights` (sum of I * W), `count` (sum of I) or `blocks` (valid blocks); `none` has
+            no share, its Z is 1.
         slots: sums of one horizon.
         valid: [B, A] boolean valid blocks.
     """
@@ -124,7 +128,7 @@ def normalizer(name: str, slots: SlotSums, valid: jax.Array) -> jax.Array:
         "weights": lambda: slots.weight.sum(),
         "count": lambda: slots.count.sum(),
         "blocks": lambda: valid.sum().astype(jnp.float32),
-        "none": lambda: jnp.float32(1.0),
+        "none": lambda: jnp.float32(0.0),
     }
     return jax.lax.stop_gradient(shares[name]())
 

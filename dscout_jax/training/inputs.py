@@ -113,14 +113,14 @@ def prepare_inputs(
 def _require_same_target(responses: Sequence[Response], target_sha256: str, store: str) -> None:
     """Compares the digests that a store names with the target's; a JSONL file names none."""
     settings = responses.settings if isinstance(responses, ResponseStore) else {}
-    for name, source in settings.get("sources", {}).items():
-        made_by = source.get("target_sha256") if isinstance(source, dict) else None
+    for source in settings.get("sources", []):
+        made_by = (source["settings"] or {}).get("target_sha256")
         require(
             made_by in (None, target_sha256),
             "data.store",
             store,
-            f"answers of the target with sha256 {target_sha256[:12]}; those of {name} were made by "
-            f"{made_by and made_by[:12]}",
+            f"answers of the target with sha256 {target_sha256[:12]}; those of {source['file']} "
+            f"were made by {made_by and made_by[:12]}",
         )
 
 

@@ -212,7 +212,7 @@ def _validate(
         variants=setup.variants,
     )
     writer.write(step, values)
-    score = values["validation/mat_pooled"]
+    score = values["validation/mat_mean"]
     progress.show({"held-out loss": values["validation/loss"], "MAT": score})
     return score
 
@@ -258,7 +258,7 @@ def trained_on(setup: Setup, step: int, score: float | None) -> dict[str, Any]:
     Args:
         setup: the experiment.
         step: updates done.
-        score: held-out MAT, pooled, at the largest block size; None if it was not measured.
+        score: held-out MAT, pooled, mean over the trained block sizes; None if not measured.
     """
     identity = setup.identity()
     paths = ("store", "feature_cache", "features")
@@ -268,7 +268,7 @@ def trained_on(setup: Setup, step: int, score: float | None) -> dict[str, Any]:
         "data_fingerprint": setup.inputs.fingerprint,
         "response_tokens": setup.inputs.training.num_response_tokens,
         "steps": step,
-        "heldout_mat_pooled": score,
+        "heldout_mat_mean": score,
         "data": {name: value for name, value in identity["data"].items() if name not in paths},
         **{name: identity[name] for name in ("objective", "optimizer", "train")},
     }

@@ -27,7 +27,7 @@ class Progress:
                 mininterval=0.5,
             )
         self._step = self._first = start
-        self._began = time.monotonic()
+        self._began: float | None = None  # the first update compiles; the clock starts after it
         self._shown: dict[str, str] = {}
 
     def __enter__(self) -> "Progress":
@@ -41,6 +41,8 @@ class Progress:
         if self._bar is not None:
             self._bar.update(step - self._step)
         self._step = step
+        if self._began is None:
+            self._began, self._first = time.monotonic(), step
 
     def show(self, values: Mapping[str, float]) -> None:
         """Shows these numbers from now on; values shown earlier under other names stay.

@@ -46,9 +46,10 @@ def validate(
         variants: one for each block size to replay, the largest last.
 
     Returns:
-        `validation/loss`; for the largest horizon `loss_per_slot` and `accuracy_per_slot`, slot 1
-        first; `mat_pooled` (emitted tokens / cycles over all rows) and `mat_macro` (mean over rows
-        of the row's mean), with `_block<G>` appended for smaller block sizes.
+        `validation/loss`; `mat_mean`, the pooled MAT averaged over the block sizes; for the largest
+        horizon `loss_per_slot` and `accuracy_per_slot`, slot 1 first; `mat_pooled` (emitted tokens
+        / cycles over all rows) and `mat_macro` (mean over rows of the row's mean), with `_block<G>`
+        appended for smaller block sizes.
     """
     totals = None
     taus: dict[int, list[list[int]]] = {variant.block_size: [] for variant in variants}
@@ -59,7 +60,11 @@ def validate(
             taus[variant.block_size] += replay(params, frozen, batch, variant)
     numerator, denominator, by_horizon = totals
     largest = variants[-1].block_size
-    values = {"validation/loss": float(numerator / max(denominator, 1e-9))}
+    pooled = [float(np.mean(np.concatenate(rows))) for rows in taus.values()]
+    values = {
+        "validation/loss": float(numerator / max(denominator, 1e-9)),
+        "validation/mat_mean": float(np.mean(pooled)),
+    }
     values |= per_slot(by_horizon[largest], "validation")
     for size, rows in taus.items():
         suffix = "" if size == largest else f"_block{size}"

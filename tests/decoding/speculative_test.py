@@ -12,6 +12,7 @@ from dscout_jax.decoding.speculative import (
     make_draft_weights,
     prefill_speculative,
 )
+from dscout_jax.decoding.streaming import stream_cycles
 from dscout_jax.models.target import apply_target
 
 CAPACITY = 64
@@ -91,6 +92,31 @@ def test_stopping_the_loop_between_cycles_changes_nothing(tiny):
     np.testing.assert_array_equal(whole.emitted, pieces.emitted)
 
 
+def test_streamed_tokens_of_every_row_are_its_output_cycle_by_cycle(tiny):
+    variant = Variant(tiny.target, tiny.drafter, 4, stop_ids=STOP)
+    whole, weights = speculative(tiny, 3, variant)
+    tokens, lengths, limits = prompts_of(3)
+    state = init_speculative(tiny.target, tiny.drafter, 3, CAPACITY, 40)
+    state = prefill_speculative(
+        tiny.params, weights, state, tokens, lengths, jnp.arange(3), limits, variant=variant
+    )
+    pieces = [[], [], []]
+    stream_cycles(
+        tiny.params,
+        weights,
+        state,
+        lengths.tolist(),
+        lambda row, piece: pieces[row].append(piece),
+        variant=variant,
+        cycles_at_once=2,
+    )
+    for row, output in enumerate(outputs(whole.rows)):
+        start = int(lengths[row])
+        assert [token for piece in pieces[row] for token in piece] == output[start:]
+        cycles = np.asarray(whole.emitted[row])[: int(whole.cycles[row])].tolist()
+        assert [len(piece) for piece in pieces[row]] == [1, *cycles]
+
+
 @pytest.mark.parametrize("cut", [{}, {"num_layers": 1, "taps": (0, 2)}])
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_replay_gives_the_accepted_lengths_of_decoding_cycle_for_cycle(tiny, block_size, cut):
@@ -160,6 +186,14 @@ def test_one_program_per_block_size_whatever_the_number_of_cycles(tiny):
         speculative(tiny, 1, variant, num_cycles=block_size)
         speculative(tiny, 1, variant, num_cycles=7)
     assert decode_cycles._cache_size() - before == 2
+
+
+@pytest.mark.parametrize(
+    "cut", [{"num_layers": 0}, {"num_layers": 3}, {"taps": ()}, {"taps": (2, 0)}, {"taps": (3,)}]
+)
+def test_a_depth_or_taps_that_the_drafter_lacks_are_refused(tiny, cut):
+    with pytest.raises(ValueError, match=next(iter(cut))):
+        Variant(tiny.target, tiny.drafter, 4, **cut)
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 9, 16])

@@ -76,15 +76,22 @@ def test_an_empty_answer_ends_the_conversation():
 def test_a_difference_is_looked_up_where_it_begins(gap, is_near_tie):
     asked = []
 
-    def margin(tokens):
-        asked.append(list(tokens))
+    def margin(tokens, candidates):
+        asked.append((list(tokens), list(candidates)))
         return gap
 
     plain = Generated((1, 2, 3, 4), (1, 1, 1), 0.1, 1.0)
     speculative = Generated((1, 2, 9, 9), (3,), 0.1, 1.0)
     answer = compare("p", 0, [7, 8], plain, speculative, margin)
-    assert asked == [[7, 8, 1, 2]]
+    assert asked == [([7, 8, 1, 2], [3, 9])]
     assert (answer.divergence, answer.margin, answer.is_near_tie) == (2, gap, is_near_tie)
+
+
+def test_an_answer_that_merely_ends_is_never_a_near_tie():
+    plain = Generated((1, 2, 3), (1, 1), 0.1, 1.0)
+    speculative = Generated((1, 2), (1,), 0.1, 1.0)
+    answer = compare("p", 0, [7, 8], plain, speculative, never)
+    assert (answer.divergence, answer.is_near_tie) == (2, False)
 
 
 @pytest.mark.parametrize(

@@ -78,16 +78,23 @@ def test_both_ways_give_the_same_answer_and_the_cycles_add_up(runners, block_siz
 
 def test_the_stream_is_the_answer_cut_into_cycles(runners):
     whole = runners.decode_speculative(PROMPT, NEW_TOKENS, 4)
-    pieces = list(runners.stream(PROMPT, NEW_TOKENS, 4, cycles_at_once=2))
+    pieces = []
+    runners.stream(PROMPT, NEW_TOKENS, 4, pieces.append, cycles_at_once=2)
     assert tuple(itertools.chain(*pieces)) == whole.tokens
     assert tuple(map(len, pieces)) == (1, *whole.cycles)
 
 
-def test_the_margin_is_the_gap_of_the_two_best_logits(runners):
+def test_the_margin_is_what_the_worse_candidate_lacks(runners):
     params = init_target(TARGET_KEY, TARGET)
     out = apply_target(params, TARGET, np.asarray([PROMPT], np.int32))
-    logits = sorted(compute_logits(params, TARGET, out.hidden)[0, -1].tolist())
-    assert runners.margin(PROMPT) == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
+    logits = compute_logits(params, TARGET, out.hidden)[0, -1].tolist()
+    expected = max(logits) - min(logits[3], logits[5])
+    assert runners.margin(PROMPT, [5, 3]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_block_size_that_was_not_compiled_is_refused(runners):
+    with pytest.raises(ValueError, match="block_size=5 is not compiled; allowed"):
+        runners.decode_speculative(PROMPT, NEW_TOKENS, 5)
 
 
 def test_after_compiling_nothing_compiles(runners):

@@ -158,7 +158,7 @@ def test_a_difference_that_is_no_near_tie_fails_the_run(run, quickstart, monkeyp
         return dataclasses.replace(answer, tokens=(*answer.tokens[:-1], answer.tokens[-1] ^ 2))
 
     monkeypatch.setattr(quickstart.Runners, "plain", wrong)
-    monkeypatch.setattr(quickstart.Runners, "margin", lambda self, ids: 0.7)
+    monkeypatch.setattr(quickstart.Runners, "margin", lambda self, ids, candidates: 0.7)
     assert run("--workloads", "math_word", "--num_prompts", "1", "--block_size", "4") == 1
     assert "DIFFERENCE: math_word/0" in capsys.readouterr().out
 

@@ -78,7 +78,8 @@ def test_a_token_outside_the_vocabulary_is_refused():
 
 
 def test_a_store_made_by_another_target_is_refused():
-    settings = {"sources": {"a.jsonl": {"target_sha256": "f" * 64}, "b.jsonl": "unknown"}}
+    made = {"file": "a.jsonl", "settings": {"target_sha256": "f" * 64}}
+    settings = {"sources": [{"file": "a.jsonl", "settings": None}, made]}
     store = ResponseStore([], settings)
     with pytest.raises(ConfigError, match="those of a.jsonl were made by ffffffffffff"):
         prepare(store)
