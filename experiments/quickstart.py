@@ -192,7 +192,8 @@ def prepare(
         for name in runners.compile():
             bar.set_description(f"compiling {name}")
             bar.update()
-    say(f"compiled block sizes {', '.join(map(str, block_sizes))} in {seconds_since(start)}")
+    took = time.perf_counter() - start
+    say(f"compiled block sizes {', '.join(map(str, block_sizes))} in {took:.1f} s")
     hashes = {
         "target_sha256": target.sha256,
         "drafter_sha256": sha256_of(args.drafter / WEIGHTS_FILE),
@@ -210,11 +211,6 @@ def prompt_lens(prompts: Iterable[Prompt], tokenizer: Tokenizer, max_new_tokens:
             answers = turn * (max_new_tokens + TEMPLATE_TOKENS)
             lens.append(len(tokenizer.chat_prompt(messages)) + answers)
     return lens
-
-
-def seconds_since(start: float) -> str:
-    """Returns how long something took, for people."""
-    return f"{time.perf_counter() - start:.1f} s"
 
 
 def load_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -270,7 +266,9 @@ def run_workloads(args: argparse.Namespace) -> int:
         **describe_environment(),
         **hashes,
         "complete": is_complete,
-        "settings": {key: plain_value(value) for key, value in vars(args).items()},
+        "settings": {
+            k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()
+        },
         "seeds": {"prompt_order": PROMPT_ORDER_SEED, "bootstrap": 0},
         "peak_memory_gib": peak_memory_gib(),
         "wall_s": time.perf_counter() - start,
@@ -386,11 +384,6 @@ def use_colour(stream: TextIO) -> bool:
     return stream.isatty() and "NO_COLOR" not in os.environ
 
 
-def plain_value(value: object) -> object:
-    """Returns a flag's value as JSON."""
-    return str(value) if isinstance(value, pathlib.Path) else value
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the flags ask for; what the user can mend ends it with one line, exit code 2."""
     args = build_parser().parse_args(arguments)
@@ -401,7 +394,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("quickstart: " + " ".join(str(error).split()))
         return 2
     except KeyboardInterrupt:
-        say("interrupted")
         return 130
 
 
