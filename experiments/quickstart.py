@@ -37,6 +37,7 @@ from dscout_jax.weights.targets import TARGETS, load_target
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 OWN_PROMPTS = REPOSITORY / "experiments" / "prompts"
+OWN_DRAFTER = REPOSITORY / "drafters" / "smollm2-135m-dscout"
 OWN_WORKLOADS = (
     "math_word",
     "competition_math",
@@ -82,12 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--smoke", action="store_true", help="a few prompts, within a minute")
     how = parser.add_argument_group("how")
     how.add_argument("--target", default="smollm2-135m", help=f"one of {', '.join(TARGETS)}")
-    how.add_argument(
-        "--drafter",
-        type=pathlib.Path,
-        metavar="DIR",
-        default=REPOSITORY / "drafters" / "smollm2-135m-dscout",
-    )
+    how.add_argument("--drafter", type=pathlib.Path, metavar="DIR", default=OWN_DRAFTER)
     how.add_argument("--block_size", type=int, nargs="+", metavar="G", help="default: 4 8 16")
     how.add_argument("--max_new_tokens", type=int, help="default: 64 own, 128 real")
     how.add_argument("--max_context", type=int, default=2048, help="cache positions at most")
