@@ -390,6 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("quickstart: " + " ".join(str(error).split()))
         return 2
     except KeyboardInterrupt:
+        say("interrupted")
         return 130
 
 
