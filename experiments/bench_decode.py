@@ -204,7 +204,7 @@ def main() -> None:
                 torch_results = run_torch(args, gguf, output)
     summary = summarize(args, samples, target, num_bytes, torch_results)
     summary |= {
-        "settings": vars(args) | {"torch_python": None, "dflash_dir": None},
+        "settings": vars(args) | {"torch_python": None, "dflash_dir": None, "output": None},
         "load_average": {"before": load_before, "after": os.getloadavg()[0]},
     }
     write_samples(output, samples, summary)

@@ -206,7 +206,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def _plain(value):
-    return str(value) if isinstance(value, Path) else value
+    return value.name if isinstance(value, Path) else value  # no paths of one machine
 
 
 def main() -> None:

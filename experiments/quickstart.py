@@ -263,7 +263,7 @@ def run_workloads(args: argparse.Namespace) -> int:
         **hashes,
         "complete": is_complete,
         "settings": {
-            k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()
+            k: v.name if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()
         },
         "seeds": {"prompt_order": PROMPT_ORDER_SEED, "bootstrap": 0},
         "peak_memory_gib": peak_memory_gib(),

@@ -27,7 +27,8 @@ def describe_environment() -> dict[str, Any]:
         },
         "versions": {"python": run["python"], **run["packages"]},
         "git_revision": run["git"],
-        "command": run["command"],
+        # Results are for others to read: names of files, no folders of this machine.
+        "command": [os.path.basename(a) if os.path.isabs(a) else a for a in run["command"]],
     }
 
 
