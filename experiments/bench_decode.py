@@ -183,7 +183,7 @@ def summarize(args, samples, target, num_bytes, torch_results) -> dict:
 def main() -> None:
     """Measures and writes."""
     args = build_parser().parse_args()
-    setting = Setting(context=args.context, steps=args.steps, repeats=args.repeats)
+    setting = Setting(context=args.context, steps=args.steps)
     output = pathlib.Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     try:

@@ -10,7 +10,6 @@ vocabulary that the drafter was exported with. Writes summary.json and rows.csv 
 """
 
 import argparse
-import csv
 import pathlib
 import sys
 from collections import defaultdict
@@ -23,7 +22,8 @@ from tqdm import tqdm
 from dscout_jax.config import ConfigError
 from dscout_jax.data.pipeline import evaluation_batches, make_examples, split_examples
 from dscout_jax.decoding.speculative import Variant
-from dscout_jax.evaluation.report import describe_environment, write_json
+from dscout_jax.evaluation.report import describe_environment, write_json, write_text
+from dscout_jax.evaluation.tables import csv_table
 from dscout_jax.models.target import head_rows
 from dscout_jax.objective.loss import Frozen
 from dscout_jax.training.inputs import load_responses, most_frequent_tokens, sample_rows, trim_batch
@@ -118,10 +118,7 @@ def main() -> None:
         output.mkdir(parents=True, exist_ok=True)
     except (WeightsError, ConfigError, ValueError, OSError) as error:
         sys.exit(f"evaluate: {error}")
-    with (output / "rows.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    write_text(output / "rows.csv", csv_table(rows))
     totals = [row for row in rows if row["source"] == "all"]
     write_json(
         output / "summary.json",

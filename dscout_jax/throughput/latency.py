@@ -34,13 +34,11 @@ class Setting:
         batch: B rows.
         context: tokens that each row holds already.
         steps: steps or cycles of one timed call of a loop.
-        repeats: timed calls of each program.
     """
 
     batch: int = 1
     context: int = 300
     steps: int = 16
-    repeats: int = 20
 
     def capacity(self, block_size: int) -> int:
         """Returns S that holds the context and all that the loop can emit."""
