@@ -77,7 +77,7 @@ def test_the_readme_and_the_package_name_the_same_dimensions(readme):
 def test_requirements_install_the_package_with_all_that_the_commands_need():
     lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
     required = [line for line in lines if line and not line.startswith("#")]
-    assert required == ["-e .[weights,train,dev]"]
+    assert required == ["-e .[weights,train,cpu,dev]"]
 
 
 def test_dependencies_have_lower_bounds_only():

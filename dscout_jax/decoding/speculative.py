@@ -29,7 +29,7 @@ from dscout_jax.models.drafter import (
     project_context,
     select_taps,
 )
-from dscout_jax.models.target import apply_target, compute_logits, embed, head_rows
+from dscout_jax.models.target import apply_head, apply_target, compute_logits, embed, head_rows
 
 
 @flax.struct.dataclass
@@ -180,7 +180,7 @@ def draft(
 
 def draft_tokens(weights: DraftWeights, hidden: jax.Array) -> jax.Array:
     """Returns the greedy token [...] int32 of drafter outputs [..., D]."""
-    best = greedy_tokens(jnp.einsum("...d,vd->...v", hidden, weights.head))
+    best = greedy_tokens(apply_head(weights.head, hidden))
     return best if weights.token_ids is None else jnp.take(weights.token_ids, best)
 
 

@@ -173,7 +173,7 @@ def block_inputs(
 
 
 def init_drafter(key: jax.Array, config: DrafterConfig) -> dict:
-    """Returns random float32 params of a drafter (nested dict, kernels [in, out])."""
+    """Returns random float32 params of a drafter (nested dict, weights [out, in])."""
     width = config.hidden_size
     features = jnp.zeros((1, 1, len(config.target_layer_ids) * width))
     embeddings = jnp.zeros((1, 1, 1, width))
@@ -192,9 +192,9 @@ def select_taps(params: dict, config: DrafterConfig, taps: Sequence[int] | None)
     if taps is None or tuple(taps) == tuple(range(len(config.target_layer_ids))):
         return params
     width = config.hidden_size
-    kernel = params["fc"]["kernel"].reshape(len(config.target_layer_ids), width, width)
-    kernel = kernel[jnp.asarray(taps)].reshape(len(taps) * width, width)
-    return {**params, "fc": {"kernel": kernel}}
+    weight = params["fc"]["weight"].reshape(width, len(config.target_layer_ids), width)
+    weight = weight[:, jnp.asarray(taps)].reshape(width, len(taps) * width)
+    return {**params, "fc": {"weight": weight}}
 
 
 def project_context(

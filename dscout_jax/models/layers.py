@@ -7,15 +7,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from dscout_jax.kernels import attention
+from dscout_jax.kernels.product import product
+
 # Finite, so that a fully masked query gives a mean of values (masked later) instead of NaN.
 MASKED_SCORE = -1e30
 
 
 class Dense(nn.Module):
-    """x @ kernel without bias, `nn.Dense` with all leading axes joined.
+    """x @ weight.T without bias; the weight is [out, in], as checkpoints have it.
 
-    With several leading axes XLA's CPU backend takes the gradient of the kernel far more slowly
-    than the same product of two matrices.
+    All leading axes are joined: with several of them XLA's CPU backend takes the gradient of the
+    weight far more slowly than the same product of two matrices.
     """
 
     features: int
@@ -23,9 +26,9 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
-        shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        flat = x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)
+        initializer = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        weight = self.param("weight", initializer, (self.features, x.shape[-1]))
+        flat = product(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype))
         return flat.reshape(*x.shape[:-1], self.features)
 
 
@@ -79,25 +82,34 @@ def ungroup_queries(out: jax.Array, num_tokens: int) -> jax.Array:
     return out.reshape(*lead, num_tokens, k * (gt // num_tokens) * h)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention over a cache.
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """Grouped-query attention over a cache; each query sees a prefix of it.
 
     Args:
         q: [B, T, N, H] rotated queries.
         k: [B, K_h, S, H] rotated keys, in the layout of the cache: it is read without a copy.
         v: [B, K_h, S, H].
-        mask: [B, T, S] boolean, True = attend.
+        visible: [B, T] int32 in [1, S], the number of keys that each query sees.
 
     Returns:
-        [B, T, N * H] in the dtype of `q`. A query without any visible key yields garbage.
+        [B, T, N * H] in the dtype of `q`.
 
     Source: Ainslie et al. 2023 (GQA); scale H**-0.5.
     """
+    if attention.usable(q, k):
+        return jax.lax.platform_dependent(
+            q, k, v, visible, cpu=attention.cached_attention, default=_attend_masked
+        )
+    return _attend_masked(q, k, v, visible)
+
+
+def _attend_masked(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     num_tokens, num_heads, head_dim = q.shape[1:]
     num_kv_heads = k.shape[1]
     grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, K_h, gT, H]
     scores = jnp.einsum("bkrh,bksh->bkrs", grouped, k, preferred_element_type=jnp.float32)
     repeats = num_heads // num_kv_heads
+    mask = jnp.arange(k.shape[2])[None, None] < visible[:, :, None]  # [B, T, S]
     mask = jnp.tile(mask[:, None], (1, 1, repeats, 1))  # [B, 1, gT, S]
     weights = jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1)
     out = jnp.einsum("bkrs,bksh->bkrh", weights.astype(v.dtype), v)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dscout_jax.config import TargetConfig
+from dscout_jax.kernels.product import product
 from dscout_jax.models.cache import KVCache, write
 from dscout_jax.models.layers import DecoderLayer, Dense, RMSNorm, attend, rotary_table
 
@@ -45,17 +46,14 @@ class Target(nn.Module):
         cfg = self.config
         batch, num_tokens = tokens.shape
         steps = jnp.arange(num_tokens)[None, :]
-        if cache is None:
-            start = jnp.zeros((batch,), jnp.int32)
-            key_positions = steps
-        else:
-            start = cache.length
-            key_positions = jnp.arange(cache.capacity)[None, :]
+        start = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         positions = start[:, None] + steps  # [B, T]
         rotary = rotary_table(positions, cfg.head_dim, cfg.rope_theta)
-        mask = key_positions[:, None, :] <= positions[:, :, None]  # [B, T, S]
+        capacity = num_tokens if cache is None else cache.capacity
+        # A query sees itself and all before it; past the buffer's end nothing more can be seen.
+        visible = jnp.minimum(positions + 1, capacity)
         # A finished row writes past the end of its buffer, where writes are dropped.
-        offset = start if active is None else jnp.where(active, start, key_positions.shape[1])
+        offset = start if active is None else jnp.where(active, start, capacity)
 
         x = self.embed_tokens(tokens)
         keys, values, taps = [], [], []
@@ -66,7 +64,7 @@ class Target(nn.Module):
                 v = write(cache.values[index], v, offset)
                 keys.append(k)
                 values.append(v)
-            x = layer.finish(x, attend(q, k, v, mask))
+            x = layer.finish(x, attend(q, k, v, visible))
             if index in tap_ids:
                 taps.append(x)
         if cache is not None:
@@ -82,7 +80,7 @@ class Target(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """See `compute_logits`."""
         if self.config.tie_word_embeddings:
-            logits = self.embed_tokens.attend(hidden)
+            logits = apply_head(self.embed_tokens.embedding, hidden)
         else:
             logits = self.lm_head(hidden)
         return logits.astype(jnp.float32)
@@ -93,7 +91,7 @@ class Target(nn.Module):
 
 
 def init_target(key: jax.Array, config: TargetConfig) -> dict:
-    """Returns random float32 params of a target (nested dict, kernels [in, out])."""
+    """Returns random float32 params of a target (nested dict, weights [out, in])."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     return Target(config).init(key, tokens, method=Target.everything)["params"]
 
@@ -141,6 +139,12 @@ def embed(params: dict, tokens: jax.Array) -> jax.Array:
     return jnp.take(params["embed_tokens"]["embedding"], tokens, axis=0)
 
 
+def apply_head(rows: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Returns logits [..., V] of `hidden` [..., D] under the head's rows [V, D]."""
+    flat = product(hidden.reshape(-1, hidden.shape[-1]), rows.astype(hidden.dtype))
+    return flat.reshape(*hidden.shape[:-1], rows.shape[0])
+
+
 def head_rows(params: dict, config: TargetConfig, token_ids: jax.Array | None = None) -> jax.Array:
     """Returns the head as rows [V, D], or the rows [Vd, D] of a pruned draft vocabulary.
 
@@ -152,5 +156,5 @@ def head_rows(params: dict, config: TargetConfig, token_ids: jax.Array | None = 
     if config.tie_word_embeddings:
         rows = params["embed_tokens"]["embedding"]
     else:
-        rows = params["lm_head"]["kernel"].T
+        rows = params["lm_head"]["weight"]
     return rows if token_ids is None else jnp.take(rows, token_ids, axis=0)

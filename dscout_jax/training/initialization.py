@@ -92,9 +92,9 @@ def init_from_target(
                 attention[name] = {"scale": jnp.full((config.head_dim,), scale, jnp.float32)}
         params[f"layers_{index}"] = {**layer, "self_attn": attention}
     width, num_taps = config.hidden_size, len(config.target_layer_ids)
-    deepest = jnp.zeros((num_taps, width, width)).at[-1].set(jnp.eye(width))
-    noise = jax.random.normal(key, (num_taps * width, width)) * (_NOISE / num_taps * width**-0.5)
-    params["fc"] = {"kernel": deepest.reshape(num_taps * width, width) + noise}
+    deepest = jnp.eye(width, num_taps * width, (num_taps - 1) * width)
+    noise = jax.random.normal(key, deepest.shape) * (_NOISE / num_taps * width**-0.5)
+    params["fc"] = {"weight": deepest + noise}
     params["hidden_norm"] = target_params[f"layers_{layers[-1]}"]["input_layernorm"]
     params["norm"] = target_params["norm"]
     return params
@@ -120,7 +120,7 @@ def _measure_scales(
         x = inputs[layer - 1].astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_norm_eps)
         x = x * weights["input_layernorm"]["scale"].reshape(1, 1, -1)
-        projected = (x @ weights["self_attn"][name]["kernel"] for name in ("q_proj", "k_proj"))
+        projected = (x @ weights["self_attn"][name]["weight"].T for name in ("q_proj", "k_proj"))
         scales[layer] = tuple(
             jnp.sqrt(jnp.mean(jnp.square(y), axis=-1).mean(where=valid)) for y in projected
         )

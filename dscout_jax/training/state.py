@@ -63,7 +63,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """Returns AdamW after clipping by the global norm; only kernels decay.
+    """Returns AdamW after clipping by the global norm; only matrices decay.
 
     Args:
         config: moments, decay, clipping and schedule.
@@ -82,5 +82,5 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
 
 
 def decayed(params: dict) -> dict:
-    """Returns a tree of booleans, True for kernels (matrices), False for the scales of norms."""
-    return flax.traverse_util.path_aware_map(lambda path, _: path[-1] == "kernel", params)
+    """Returns a tree of booleans, True for weights (matrices), False for the scales of norms."""
+    return flax.traverse_util.path_aware_map(lambda path, _: path[-1] == "weight", params)

@@ -33,7 +33,7 @@ class LoadedDrafter:
 
     Attributes:
         config: its shapes.
-        params: float32 params (nested dict, kernels [in, out]).
+        params: float32 params (nested dict, weights [out, in]).
         token_ids: [Vd] int32 draft vocabulary, increasing; None = the whole vocabulary.
         trained_on: what its maker recorded (`dscout_config` of config.json).
     """
@@ -75,12 +75,12 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 def param_path(name: str) -> tuple[str, ...]:
     """Returns the path in our params of a tensor of the layout.
 
-    Example: `layers.0.self_attn.q_proj.weight` -> ("layers_0", "self_attn", "q_proj", "kernel").
+    Example: `layers.0.self_attn.q_proj.weight` -> ("layers_0", "self_attn", "q_proj", "weight").
     """
     parts = name.removesuffix(".weight").split(".")
     if parts[0] == "layers":
         parts = [f"layers_{parts[1]}", *parts[2:]]
-    return (*parts, "scale" if parts[-1].endswith("norm") else "kernel")
+    return (*parts, "scale" if parts[-1].endswith("norm") else "weight")
 
 
 def config_json(config: DrafterConfig, trained_on: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,6 @@ def export_drafter(
         for key in param_path(name):
             value = value[key]
         array = np.asarray(value, np.float32)
-        array = array.T if array.ndim == 2 else array
         if array.shape != shape:
             raise WeightsError(f"{name}: params give shape {array.shape}, config asks for {shape}")
         tensors[name] = np.ascontiguousarray(array).astype(ml_dtypes.bfloat16)
@@ -214,8 +213,7 @@ def load_drafter(path: str | Path, target: TargetConfig | None = None) -> Loaded
         node = params
         for key in parents:
             node = node.setdefault(key, {})
-        value = value.astype(np.float32)
-        node[leaf] = jnp.asarray(value.T if value.ndim == 2 else value)
+        node[leaf] = jnp.asarray(value.astype(np.float32))
     return LoadedDrafter(config, params, _read_vocabulary(folder, config), trained_on)
 
 

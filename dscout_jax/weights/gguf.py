@@ -138,7 +138,7 @@ def read_tensors(reader: gguf.GGUFReader, cfg: TargetConfig) -> dict:
         cfg: the file's configuration; it fixes names and shapes.
 
     Returns:
-        Nested dict of float32 numpy arrays, kernels `[in, out]`, scales `[D]`.
+        Nested dict of float32 numpy arrays, weights `[out, in]`, scales `[D]`.
 
     Raises:
         WeightsError: a tensor is missing, left over, or of another shape.
@@ -154,17 +154,13 @@ def read_tensors(reader: gguf.GGUFReader, cfg: TargetConfig) -> dict:
         tensor = stored[name]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)  # [out, in] or [D]
         values = np.asarray(values, np.float32)
-        is_kernel = path[-1] == "kernel"
-        expected = shape[::-1] if is_kernel else shape
-        if values.shape != expected:
+        if values.shape != shape:
             raise WeightsError(
                 f"GGUF tensor {name} has shape {values.shape}; the file's own configuration says "
-                f"{expected}"
+                f"{shape}"
             )
-        if is_kernel:
-            if path[-2] in heads:
-                values = undo_rope_permutation(values, heads[path[-2]])
-            values = values.T
+        if path[-2] in heads:
+            values = undo_rope_permutation(values, heads[path[-2]])
         node = params
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -177,13 +173,13 @@ def target_layout(cfg: TargetConfig) -> dict[str, tuple[tuple[str, ...], tuple[i
     width, ffn, head_dim = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     query, keyval = cfg.num_attention_heads * head_dim, cfg.num_key_value_heads * head_dim
     linear = {
-        "attn_q": (("self_attn", "q_proj"), (width, query)),
-        "attn_k": (("self_attn", "k_proj"), (width, keyval)),
-        "attn_v": (("self_attn", "v_proj"), (width, keyval)),
-        "attn_output": (("self_attn", "o_proj"), (query, width)),
-        "ffn_gate": (("mlp", "gate_proj"), (width, ffn)),
-        "ffn_up": (("mlp", "up_proj"), (width, ffn)),
-        "ffn_down": (("mlp", "down_proj"), (ffn, width)),
+        "attn_q": (("self_attn", "q_proj"), (query, width)),
+        "attn_k": (("self_attn", "k_proj"), (keyval, width)),
+        "attn_v": (("self_attn", "v_proj"), (keyval, width)),
+        "attn_output": (("self_attn", "o_proj"), (width, query)),
+        "ffn_gate": (("mlp", "gate_proj"), (ffn, width)),
+        "ffn_up": (("mlp", "up_proj"), (ffn, width)),
+        "ffn_down": (("mlp", "down_proj"), (width, ffn)),
     }
     norms = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     layout: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
@@ -191,10 +187,10 @@ def target_layout(cfg: TargetConfig) -> dict[str, tuple[tuple[str, ...], tuple[i
         "output_norm.weight": (("norm", "scale"), (width,)),
     }
     if not cfg.tie_word_embeddings:
-        layout["output.weight"] = (("lm_head", "kernel"), (width, cfg.vocab_size))
+        layout["output.weight"] = (("lm_head", "weight"), (cfg.vocab_size, width))
     for i in range(cfg.num_hidden_layers):
         for name, (path, shape) in linear.items():
-            layout[f"blk.{i}.{name}.weight"] = ((f"layers_{i}", *path, "kernel"), shape)
+            layout[f"blk.{i}.{name}.weight"] = ((f"layers_{i}", *path, "weight"), shape)
         for name, norm in norms.items():
             layout[f"blk.{i}.{name}.weight"] = ((f"layers_{i}", norm, "scale"), (width,))
     return layout

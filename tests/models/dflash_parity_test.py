@@ -63,7 +63,7 @@ def to_params(golden: dict, prefix: str) -> dict:
         if path[-1] == "embed_tokens":
             leaf, array = "embedding", value
         else:
-            leaf, array = ("kernel", value.T) if value.ndim == 2 else ("scale", value)
+            leaf, array = ("weight", value) if value.ndim == 2 else ("scale", value)
         node = params
         for part in path:
             node = node.setdefault(part, {})

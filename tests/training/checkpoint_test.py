@@ -12,7 +12,7 @@ from dscout_jax.training.state import init_state, make_optimizer
 
 
 def make_state(value=0.0):
-    params = {"fc": {"kernel": jnp.full((8, 4), value)}, "norm": {"scale": jnp.ones((4,))}}
+    params = {"fc": {"weight": jnp.full((8, 4), value)}, "norm": {"scale": jnp.ones((4,))}}
     state = init_state(params, make_optimizer(OptimizerConfig(), 10), jax.random.key(3))
     return state.replace(step=jnp.int32(value))
 
@@ -32,7 +32,7 @@ def assert_restores(directory, step):
         restored = checkpoints.restore(make_state())
     assert restored.step == step
     assert restored.data_state == {"next_index": step}
-    np.testing.assert_array_equal(restored.state.params["fc"]["kernel"], np.full((8, 4), step))
+    np.testing.assert_array_equal(restored.state.params["fc"]["weight"], np.full((8, 4), step))
 
 
 def test_a_restored_state_equals_the_saved_one_in_every_leaf(tmp_path):

@@ -70,7 +70,7 @@ def test_layers_and_norms_are_the_targets_own():
 def test_fc_passes_the_deepest_tap_on():
     params, target_params, tokens, _ = make_params()
     taps = apply_target(target_params, TARGET, tokens, tap_ids=(0, 1, 2)).taps
-    passed = taps @ params["fc"]["kernel"]
+    passed = taps @ params["fc"]["weight"].T
     deepest = taps[..., -32:]
     error = jnp.linalg.norm(passed - deepest) / jnp.linalg.norm(deepest)
     assert 0 < error < 0.1
@@ -84,7 +84,7 @@ def test_norm_scales_equal_the_size_of_the_targets_queries_and_keys():
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5)
         attention = params[f"layers_{index}"]["self_attn"]
         for name in ("q", "k"):
-            size = np.sqrt(np.mean((x @ attention[f"{name}_proj"]["kernel"]) ** 2))
+            size = np.sqrt(np.mean((x @ attention[f"{name}_proj"]["weight"].T) ** 2))
             np.testing.assert_allclose(attention[f"{name}_norm"]["scale"], size, rtol=1e-4)
 
 
@@ -106,8 +106,8 @@ def test_a_warm_start_with_other_shapes_names_them():
     params, _, _, _ = make_params()
     check_same_shapes(params, params)
     layer = {name: value for name, value in params["layers_1"].items() if name != "mlp"}
-    other = {**params, "fc": {"kernel": jnp.zeros((32, 32))}, "layers_1": layer}
+    other = {**params, "fc": {"weight": jnp.zeros((32, 32))}, "layers_1": layer}
     with pytest.raises(
-        ConfigError, match=r"4 differ, first .*fc.*\(32, 32\) instead of \(96, 32\)"
+        ConfigError, match=r"4 differ, first .*fc.*\(32, 32\) instead of \(32, 96\)"
     ):
         check_same_shapes(other, params)

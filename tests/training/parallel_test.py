@@ -11,13 +11,13 @@ from dscout_jax.training.state import init_state, make_optimizer, make_schedule
 
 def squared_error(params, frozen, batch, key):
     """Sum of weighted squared errors and sum of weights, with noise from the step's key."""
-    error = batch["x"] @ params["fc"]["kernel"] * frozen - batch["y"]
+    error = batch["x"] @ params["fc"]["weight"] * frozen - batch["y"]
     noise = jax.random.uniform(key)
     return (batch["w"] * error**2).sum(), batch["w"].sum(), {"noise": noise}
 
 
 def make_state(config, num_steps=10):
-    params = {"fc": {"kernel": jnp.ones((3,))}}
+    params = {"fc": {"weight": jnp.ones((3,))}}
     optimizer = make_optimizer(config, num_steps)
     state = build_state(
         lambda params, key: init_state(params, optimizer, key), params, jax.random.key(0)
@@ -41,15 +41,15 @@ def test_the_update_is_that_of_the_mean_over_supervised_parts():
     batch = make_batch()
 
     def mean(params):
-        error = batch["x"] @ params["fc"]["kernel"] * 2.0 - batch["y"]
+        error = batch["x"] @ params["fc"]["weight"] * 2.0 - batch["y"]
         return (batch["w"] * error**2).sum() / batch["w"].sum()
 
     optimizer = make_optimizer(config, 10)
     gradient = jax.grad(mean)(params)
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
     state, metrics = step(state, jnp.float32(2.0), batch)
-    expected = optax.apply_updates(params, updates)["fc"]["kernel"]
-    np.testing.assert_allclose(state.params["fc"]["kernel"], expected, rtol=1e-6)
+    expected = optax.apply_updates(params, updates)["fc"]["weight"]
+    np.testing.assert_allclose(state.params["fc"]["weight"], expected, rtol=1e-6)
     np.testing.assert_allclose(metrics["loss"], mean(params), rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradient), rtol=1e-6)
 
@@ -58,7 +58,7 @@ def test_a_batch_without_supervision_has_no_loss_and_no_nan():
     params, state, step = make_state(OptimizerConfig(weight_decay=0.0))
     state, metrics = step(state, jnp.float32(1.0), make_batch(weight=0.0))
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
-    np.testing.assert_array_equal(state.params["fc"]["kernel"], params["fc"]["kernel"])
+    np.testing.assert_array_equal(state.params["fc"]["weight"], params["fc"]["weight"])
 
 
 def test_each_step_draws_from_another_key():
@@ -92,5 +92,5 @@ def test_the_learning_rate_on_record_is_the_one_used(num_steps):
     params, state, step = make_state(config, num_steps)
     state, metrics = step(state, jnp.float32(1.0), make_batch())
     # The first AdamW update is the sign of the gradient times the rate.
-    moved = np.abs(state.params["fc"]["kernel"] - params["fc"]["kernel"])
+    moved = np.abs(state.params["fc"]["weight"] - params["fc"]["weight"])
     np.testing.assert_allclose(moved, metrics["learning_rate"], rtol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 from dscout_jax.config import OptimizerConfig
 from dscout_jax.training.state import decayed, make_optimizer, make_schedule
 
-PARAMS = {"fc": {"kernel": jnp.ones((3, 2))}, "norm": {"scale": jnp.ones((2,))}}
+PARAMS = {"fc": {"weight": jnp.ones((3, 2))}, "norm": {"scale": jnp.ones((2,))}}
 
 
 def test_cosine_rises_over_the_warmup_and_ends_at_the_final_fraction():
@@ -35,12 +35,12 @@ def test_a_run_of_one_step_moves(schedule):
     assert make_schedule(OptimizerConfig(schedule=schedule), 1)(0) > 0
 
 
-def test_only_kernels_decay():
-    assert decayed(PARAMS) == {"fc": {"kernel": True}, "norm": {"scale": False}}
+def test_only_matrices_decay():
+    assert decayed(PARAMS) == {"fc": {"weight": True}, "norm": {"scale": False}}
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5, warmup_fraction=0.0), 10)
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     updates, _ = optimizer.update(zeros, optimizer.init(PARAMS), PARAMS)
-    assert np.all(updates["fc"]["kernel"] < 0)
+    assert np.all(updates["fc"]["weight"] < 0)
     assert np.all(updates["norm"]["scale"] == 0)
 
 

@@ -47,12 +47,10 @@ def make_tensors(cfg, seed=0):
     for name, (path, shape) in target_layout(cfg).items():
         values = rng.normal(size=shape).astype(np.float32)
         wanted[path] = values
-        if path[-1] == "kernel":
-            values = values.T
-            if "attn_q" in name:
-                values = apply_rope_permutation(values, cfg.num_attention_heads)
-            if "attn_k" in name:
-                values = apply_rope_permutation(values, cfg.num_key_value_heads)
+        if "attn_q" in name:
+            values = apply_rope_permutation(values, cfg.num_attention_heads)
+        if "attn_k" in name:
+            values = apply_rope_permutation(values, cfg.num_key_value_heads)
         stored[name] = np.ascontiguousarray(values)
     return stored, wanted
 

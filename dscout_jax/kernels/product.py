@@ -1,0 +1,152 @@
+"""The product of a few rows with a large matrix, at the speed of memory.
+
+Decoding multiplies 1 to about 16 rows by every weight of the model. XLA's CPU backend reads the
+weights at a third of the memory's speed as soon as there is more than one row. This kernel reads
+each weight once, ahead of its use, and sums every product in the same order whatever the number of
+rows: the logits of a token do not depend on how many tokens are verified beside it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dscout_jax.kernels import native
+
+MAX_ROWS = 24  # above, XLA's own product is as fast
+TILE = 4  # rows of weights that one step works on
+GROUP = {16: 4, 8: 3}  # lanes: rows of inputs in a step, as many as the registers hold
+CHUNK_BYTES = 1 << 18  # weights in one chunk
+AHEAD_BYTES = 1 << 14  # how far ahead weights are fetched
+
+
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns x @ weight.T, [M, N], of x [M, K] and weight [N, K].
+
+    On CPU float32 inputs of at most `MAX_ROWS` rows take the kernel; all else is XLA's.
+    """
+    if (
+        x.dtype == weight.dtype == jnp.float32
+        and 1 <= x.shape[0] <= MAX_ROWS
+        and x.shape[1] % native.ALIGN == 0
+        and weight.shape[0] % TILE == 0
+        and native.available()
+    ):
+        return _few_rows(x, weight)
+    return _any_rows(x, weight)
+
+
+def _any_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+
+@jax.custom_jvp
+def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(x, weight, cpu=_on_cpu, default=_any_rows)
+
+
+@_few_rows.defjvp
+def _few_rows_jvp(primals, tangents):
+    (x, weight), (dx, dweight) = primals, tangents
+    return _few_rows(x, weight), _any_rows(dx, weight) + _any_rows(x, dweight)
+
+
+def _on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    values = (
+        ("rets", 0, None),
+        ("args", 0, None),
+        ("args", 1, None),
+        ("args", 0, 0),
+        ("args", 1, 1),
+        ("args", 1, 0),
+    )
+    name = native.register("dscout_product", _emit, _count_chunks, values)
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x, weight)
+
+
+def _count_chunks(code: native.Code, values: Sequence[Any]) -> Any:
+    """About `CHUNK_BYTES` of weights each, and not more chunks than tiles."""
+    *_, num_columns, num_outputs = values
+    tiles = code.b.sdiv(num_outputs, code.index(TILE))
+    size = code.b.mul(code.b.mul(num_columns, num_outputs), code.index(4))
+    chunks = code.b.add(code.b.sdiv(size, code.index(CHUNK_BYTES)), code.index(1))
+    return code.b.select(code.b.icmp_signed("<", chunks, tiles), chunks, tiles)
+
+
+def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any) -> None:
+    """Emits the rows of the result that belong to one chunk of the weights."""
+    out, x, weight, num_rows, num_columns, num_outputs = values
+    b, index = code.b, code.index
+    tiles = b.sdiv(num_outputs, index(TILE))
+
+    def bound(i):
+        return b.mul(b.sdiv(b.mul(tiles, i), num_chunks), index(TILE))
+
+    # Full groups of inputs, then pairs, then one; 4 is 2 + 2 where a group holds 3.
+    group = GROUP[code.lanes]
+    full = b.sdiv(num_rows, index(group))
+    if group == 3:
+        lone = b.icmp_signed("==", b.srem(num_rows, index(group)), index(1))
+        some = b.icmp_signed(">", full, index(0))
+        full = b.sub(full, b.zext(b.and_(lone, some), code.i64))
+    full = b.mul(full, index(group))
+
+    row_bytes = b.mul(num_columns, index(4 * TILE))
+    ahead = b.add(b.sdiv(index(AHEAD_BYTES), row_bytes), index(1))
+    ahead = b.mul(ahead, b.mul(index(TILE), num_columns))
+    with code.loop(bound(chunk), bound(b.add(chunk, index(1))), index(TILE)) as n:
+        first = code.at(weight, b.mul(n, num_columns))
+
+        def multiply(m, count, first=first, n=n, soon=None):
+            inputs = [code.at(x, b.mul(b.add(m, index(j)), num_columns)) for j in range(count)]
+            starts = [b.add(b.mul(b.add(m, index(j)), num_outputs), n) for j in range(count)]
+            _emit_tile(code, num_columns, first, inputs, [code.at(out, s) for s in starts], soon)
+
+        soon = code.at(first, ahead)
+        with b.if_else(b.icmp_signed(">", full, index(0))) as (then, otherwise):
+            with then:
+                multiply(index(0), group, soon=soon)
+            with otherwise:
+                several = b.icmp_signed(">", num_rows, index(1))
+                with b.if_else(several) as (pair, single):
+                    with pair:
+                        multiply(index(0), 2, soon=soon)
+                    with single:
+                        multiply(index(0), 1, soon=soon)
+        with code.loop(index(group), full, index(group)) as m:
+            multiply(m, group)
+        start = b.select(
+            b.icmp_signed(">", full, index(0)), full, _smaller(code, num_rows, index(2))
+        )
+        even = b.sub(num_rows, index(1))
+        with code.loop(start, even, index(2)) as m:
+            multiply(m, 2)
+        odd = b.srem(b.sub(num_rows, start), index(2))
+        with code.loop(b.sub(num_rows, odd), num_rows, index(1)) as m:
+            multiply(m, 1)
+
+
+def _smaller(code: native.Code, a: Any, b: Any) -> Any:
+    return code.b.select(code.b.icmp_signed("<", a, b), a, b)
+
+
+def _emit_tile(code, num_columns, first, inputs, results, soon) -> None:
+    """Emits the products of `TILE` rows of weights with some inputs, and fetches rows ahead."""
+    zero = code.ir.Constant(code.vec, [0.0] * code.lanes)
+    sums = [[code.variable(code.vec, zero) for _ in range(TILE)] for _ in inputs]
+    with code.loop(code.index(0), num_columns, code.index(native.ALIGN)) as k:
+        offsets = [code.b.add(k, code.b.mul(code.index(i), num_columns)) for i in range(TILE)]
+        if soon is not None:
+            for offset in offsets:
+                code.prefetch(code.at(soon, offset))
+        for part in range(0, native.ALIGN, code.lanes):
+            values = [code.load(code.at(code.at(given, k), part)) for given in inputs]
+            for i, offset in enumerate(offsets):
+                weight = code.load(code.at(code.at(first, offset), part))
+                for value, slots in zip(values, sums, strict=True):
+                    code.b.store(code.fma(value, weight, code.get(slots[i])), slots[i])
+    for slots, result in zip(sums, results, strict=True):
+        totals = code.add_lanes([code.get(slot) for slot in slots])
+        code.store(code.shuffle(totals, totals, range(TILE)), result)

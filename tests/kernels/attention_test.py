@@ -1,0 +1,63 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dscout_jax.kernels import attention, native
+from dscout_jax.models import layers
+
+needs_compiler = pytest.mark.skipif(
+    not native.available() or jax.default_backend() != "cpu", reason="no kernels here"
+)
+
+
+def draw(batch, num_tokens, heads, kv_heads, capacity, head_dim):
+    rng = np.random.default_rng(num_tokens)
+    q = rng.standard_normal((batch, num_tokens, heads, head_dim), np.float32)
+    k, v = rng.standard_normal((2, batch, kv_heads, capacity, head_dim), np.float32)
+    visible = rng.integers(1, capacity + 1, (batch, num_tokens)).astype(np.int32)
+    visible[0, 0], visible[-1, -1] = 1, capacity
+    return tuple(jnp.asarray(a) for a in (q, k, v, visible))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 9, 3, 64, 64), (2, 5, 4, 2, 36, 16), (3, 16, 2, 2, 20, 32), (1, 24, 6, 1, 8, 48)],
+)
+def test_equals_masked_attention(shape):
+    q, k, v, visible = draw(*shape)
+    assert attention.usable(q, k)
+    ours = attention.cached_attention(q, k, v, visible)
+    np.testing.assert_allclose(ours, layers._attend_masked(q, k, v, visible), rtol=2e-5, atol=2e-5)
+
+
+@needs_compiler
+def test_a_query_never_depends_on_the_others_nor_on_what_it_cannot_see():
+    q, k, v, visible = draw(2, 8, 4, 2, 32, 64)
+    every = np.asarray(attention.cached_attention(q, k, v, visible))
+    for t in range(8):
+        one = slice(t, t + 1)
+        alone = attention.cached_attention(q[:, one], k, v, visible[:, one])
+        np.testing.assert_array_equal(alone, every[:, one])
+    few = jnp.minimum(visible, 9)
+    hidden = jnp.arange(32)[None, None, :, None] >= 9
+    spoilt = [jnp.where(hidden, 1e6, x) for x in (k, v)]
+    np.testing.assert_array_equal(
+        attention.cached_attention(q, k, v, few), attention.cached_attention(q, *spoilt, few)
+    )
+
+
+@needs_compiler
+def test_large_scores_do_not_overflow():
+    q, k, v, visible = draw(1, 2, 2, 1, 16, 16)
+    out = attention.cached_attention(q * 1e3, k * 1e3, v, visible)
+    assert np.isfinite(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 25, 2, 1, 32, 16), (1, 2, 2, 1, 30, 16), (1, 2, 2, 1, 32, 24)]
+)
+def test_unsuitable_shapes_are_left_to_xla(shape):
+    q, k, _, _ = draw(*shape)
+    assert not attention.usable(q, k)
