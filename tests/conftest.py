@@ -1,9 +1,14 @@
 """Settings that every test runs under; imported by pytest before any test module."""
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Compiling is most of the time: tests, and the scripts that they start, compile a program once.
+_COMPILED = tempfile.TemporaryDirectory(prefix="dscout_jax-compiled-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _COMPILED.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax  # noqa: E402
 
@@ -57,5 +62,5 @@ def tiny() -> SimpleNamespace:
         target=target,
         params=init_target(jax.random.key(0), target),
         drafter=drafter,
-        drafter_params=init_drafter(jax.random.key(1), drafter),
+        drafter_params=init_drafter(jax.random.key(4), drafter),
     )

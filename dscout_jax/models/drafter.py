@@ -175,9 +175,10 @@ def block_inputs(
 def init_drafter(key: jax.Array, config: DrafterConfig) -> dict:
     """Returns random float32 params of a drafter (nested dict, weights [out, in])."""
     width = config.hidden_size
-    features = jnp.zeros((1, 1, len(config.target_layer_ids) * width))
-    embeddings = jnp.zeros((1, 1, 1, width))
-    return Drafter(config).init(key, features, embeddings, method=Drafter.everything)["params"]
+    features = jax.ShapeDtypeStruct((1, 1, len(config.target_layer_ids) * width), jnp.float32)
+    embeddings = jax.ShapeDtypeStruct((1, 1, 1, width), jnp.float32)
+    made = Drafter(config).lazy_init(key, features, embeddings, method=Drafter.everything)
+    return made["params"]
 
 
 def select_taps(params: dict, config: DrafterConfig, taps: Sequence[int] | None) -> dict:

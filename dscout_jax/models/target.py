@@ -92,8 +92,8 @@ class Target(nn.Module):
 
 def init_target(key: jax.Array, config: TargetConfig) -> dict:
     """Returns random float32 params of a target (nested dict, weights [out, in])."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return Target(config).init(key, tokens, method=Target.everything)["params"]
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return Target(config).lazy_init(key, tokens, method=Target.everything)["params"]
 
 
 def apply_target(
