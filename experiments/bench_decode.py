@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 import time
 
 import jax
@@ -28,7 +27,9 @@ from tqdm import tqdm
 
 from dscout_jax.config import TargetConfig
 from dscout_jax.decoding.speculative import Variant, make_draft_weights
+from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.report import write_samples
+from dscout_jax.files import require_writable
 from dscout_jax.models.drafter import init_drafter
 from dscout_jax.throughput.latency import (
     Setting,
@@ -39,7 +40,6 @@ from dscout_jax.throughput.latency import (
     plain_timer,
 )
 from dscout_jax.training.initialization import drafter_config
-from dscout_jax.weights.download import WeightsError
 from dscout_jax.weights.targets import load_target, locate_target
 
 TORCH_SCRIPT = pathlib.Path(__file__).with_name("bench_torch.py")
@@ -183,14 +183,15 @@ def summarize(args, samples, target, num_bytes, torch_results) -> dict:
 def main() -> None:
     """Measures and writes."""
     args = build_parser().parse_args()
+    with one_line_errors("bench_decode"):
+        bench(args, require_writable(args.output))
+
+
+def bench(args: argparse.Namespace, output: pathlib.Path) -> None:
+    """Measures, writes and prints."""
     setting = Setting(context=args.context, steps=args.steps)
-    output = pathlib.Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        target = load_target("smollm2-135m")
-        gguf = locate_target("smollm2-135m")
-    except WeightsError as error:
-        sys.exit(f"bench_decode: {error}")
+    target = load_target("smollm2-135m")
+    gguf = locate_target("smollm2-135m")
     load_before = os.getloadavg()[0]
     timers, num_bytes = make_timers(target, args.block_sizes, args.draft_vocab_size, setting)
     half = max(1, args.repeats // 2)

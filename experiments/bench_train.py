@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import runpy
-import sys
 import time
 
 import jax
@@ -24,11 +23,12 @@ from tqdm import tqdm
 
 from dscout_jax.config import from_config_dict
 from dscout_jax.data.responses import Response
+from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.report import write_samples
+from dscout_jax.files import require_writable
 from dscout_jax.objective.loss import chunked_slots
 from dscout_jax.throughput.latency import interleave, medians
 from dscout_jax.training.setup import Setup, prepare
-from dscout_jax.weights.download import WeightsError
 from dscout_jax.weights.targets import load_target
 
 CONFIG = pathlib.Path(__file__).parent / "configs" / "smollm2_dflash.py"
@@ -125,13 +125,14 @@ def make_timers(setup: Setup, batch: dict) -> dict:
 def main() -> None:
     """Measures, prints and writes."""
     args = build_parser().parse_args()
-    output = pathlib.Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
+    with one_line_errors("bench_train"):
+        bench(args, require_writable(args.output))
+
+
+def bench(args: argparse.Namespace, output: pathlib.Path) -> None:
+    """Measures, writes and prints."""
     load_before = os.getloadavg()[0]
-    try:
-        setup = make_setup(args)
-    except WeightsError as error:
-        sys.exit(f"bench_train: {error}")
+    setup = make_setup(args)
     batch = setup.trim(next(setup.training_iterator()))
     batch["features"] = setup.features_fn(batch["tokens"], batch["length"])
     rounds = interleave(make_timers(setup, batch), args.repeats)

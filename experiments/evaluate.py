@@ -11,7 +11,6 @@ vocabulary that the drafter was exported with. Writes summary.json and rows.csv 
 
 import argparse
 import pathlib
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -19,18 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dscout_jax.config import ConfigError
 from dscout_jax.data.pipeline import evaluation_batches, make_examples, split_examples
 from dscout_jax.decoding.speculative import Variant
-from dscout_jax.evaluation.report import describe_environment, write_json, write_text
+from dscout_jax.evaluation.command import one_line_errors
+from dscout_jax.evaluation.report import describe_environment
 from dscout_jax.evaluation.tables import csv_table
-from dscout_jax.models.target import head_rows
-from dscout_jax.objective.loss import Frozen
+from dscout_jax.files import require_writable, write_json, write_text
 from dscout_jax.training.inputs import load_responses, most_frequent_tokens, sample_rows, trim_batch
 from dscout_jax.training.parallel import make_features_fn
-from dscout_jax.training.validation import FrozenTarget, replay
+from dscout_jax.training.validation import freeze, replay
 from dscout_jax.weights.dflash import WEIGHTS_FILE, load_drafter
-from dscout_jax.weights.download import WeightsError, sha256_of
+from dscout_jax.weights.download import sha256_of
 from dscout_jax.weights.targets import TARGETS, load_target
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -42,15 +40,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--drafter", default=REPOSITORY / "drafters" / "smollm2-135m-dscout")
+    parser.add_argument(
+        "--drafter", type=pathlib.Path, default=REPOSITORY / "drafters" / "smollm2-135m-dscout"
+    )
     parser.add_argument("--target", default="smollm2-135m", choices=sorted(TARGETS))
-    parser.add_argument("--store", required=True, help="store of responses")
+    parser.add_argument("--store", required=True, type=pathlib.Path, help="store of responses")
     parser.add_argument("--validation_fraction", type=float, default=0.04, help="as in training")
     parser.add_argument("--seq_len", type=int, default=448, help="longest row in tokens")
     parser.add_argument("--rows", type=int, default=200, help="held-out rows, at most")
     parser.add_argument("--block_sizes", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--draft_vocab_sizes", type=int, nargs="+", default=[0])
-    parser.add_argument("--output", default="runs/evaluate", help="folder of the results")
+    parser.add_argument("--output", type=pathlib.Path, default="runs/evaluate", help="results")
     return parser
 
 
@@ -63,23 +63,22 @@ def vocabularies(sizes, loaded, training, vocab_size) -> Iterator[tuple[int, np.
         elif size >= vocab_size:
             yield vocab_size, None
         else:
-            yield size, jnp.asarray(most_frequent_tokens(training, size, vocab_size))
+            yield size, most_frequent_tokens(training, size, vocab_size)
 
 
 def evaluate(args: argparse.Namespace) -> list[dict]:
     """Returns one row per block size, draft vocabulary and source of prompts."""
     target = load_target(args.target)
     loaded = load_drafter(args.drafter, target.cfg)
-    examples = make_examples(load_responses(args.store), args.seq_len)
+    examples = make_examples(load_responses(str(args.store)), args.seq_len)
     training, held_out = split_examples(examples, args.validation_fraction)
     held_out = sample_rows(held_out, args.rows, seed=0)
     variants = [Variant(target.cfg, loaded.config, size) for size in sorted(args.block_sizes)]
     features_fn = make_features_fn(
         target.params, target.cfg, loaded.config.target_layer_ids, jnp.float32
     )
-    embedding = target.params["embed_tokens"]["embedding"]
     frozen = {
-        size: FrozenTarget(Frozen(embedding, head_rows(target.params, target.cfg, ids)), ids, None)
+        size: freeze(target.params, target.cfg, ids)
         for size, ids in vocabularies(
             args.draft_vocab_sizes, loaded, training, target.cfg.vocab_size
         )
@@ -112,20 +111,20 @@ def evaluate(args: argparse.Namespace) -> list[dict]:
 def main() -> None:
     """Evaluates, prints and writes."""
     args = build_parser().parse_args()
-    output = pathlib.Path(args.output)
-    try:
+    with one_line_errors("evaluate"):
+        require_writable(args.output)
         rows = evaluate(args)
-        output.mkdir(parents=True, exist_ok=True)
-    except (WeightsError, ConfigError, ValueError, OSError) as error:
-        sys.exit(f"evaluate: {error}")
-    write_text(output / "rows.csv", csv_table(rows))
+    write_text(args.output / "rows.csv", csv_table(rows))
     totals = [row for row in rows if row["source"] == "all"]
     write_json(
-        output / "summary.json",
+        args.output / "summary.json",
         {
             "mat": totals,
-            "drafter_sha256": sha256_of(pathlib.Path(args.drafter) / WEIGHTS_FILE),
-            "settings": {key: str(value) for key, value in vars(args).items()},
+            "drafter_sha256": sha256_of(args.drafter / WEIGHTS_FILE),
+            "settings": {
+                key: value.name if isinstance(value, pathlib.Path) else value
+                for key, value in vars(args).items()
+            },
             "environment": describe_environment(),
         },
     )

@@ -24,14 +24,27 @@ from tqdm import tqdm
 
 from dscout_jax.data.generation import GenerationSettings, Request, generate
 from dscout_jax.data.loops import LOOP_NGRAM
-from dscout_jax.data.prompts import DEFAULT_MIXTURE, MixturePart, Prompt, load_training_prompts
+from dscout_jax.data.prompts import (
+    DEFAULT_MIXTURE,
+    MixturePart,
+    Prompt,
+    load_prompts,
+    load_training_prompts,
+)
 from dscout_jax.data.responses import ResponseWriter, read_responses, read_settings
+from dscout_jax.data.store import build_store, require_store_place
 from dscout_jax.data.tokenizer import Tokenizer
 from dscout_jax.weights.download import WeightsError
 from dscout_jax.weights.targets import TARGETS, load_target
 
 _TARGET = flags.DEFINE_enum("target", "smollm2-135m", sorted(TARGETS), "Model that answers.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "../shared/data", "Folder that has train_prompts/.")
+_PROMPTS = flags.DEFINE_string(
+    "prompts",
+    None,
+    "Prompts of your own instead: a JSON-lines file with id and turns, or a folder of such files. "
+    "The first turn is answered.",
+)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON-lines file to write or go on with.")
 _NUM_PROMPTS = flags.DEFINE_integer(
     "num_prompts", None, "Answer the first so many prompts of the mixture; all by default.", 1
@@ -120,6 +133,22 @@ def parse_mixture(shares: Sequence[str] | None) -> Mapping[str, MixturePart]:
     return mixture
 
 
+def read_prompts() -> list[Prompt]:
+    """Returns the prompts of `--prompts`, else of the mixture.
+
+    Raises:
+        ValueError, FileNotFoundError: both were given, or a missing or malformed file.
+    """
+    if _PROMPTS.value is None:
+        return load_training_prompts(_DATA_DIR.value, parse_mixture(_MIXTURE.value), _SEED.value)
+    if _MIXTURE.value is not None:
+        raise ValueError("--prompts and --mixture exclude each other; give one of them")
+    return [
+        dataclasses.replace(prompt, turns=prompt.turns[:1])
+        for prompt in load_prompts(_PROMPTS.value)
+    ]
+
+
 def answer_prompts() -> None:
     """Generates what the flags ask for and appends it to `--output`."""
     settings = GenerationSettings(
@@ -131,8 +160,7 @@ def answer_prompts() -> None:
         seed=_SEED.value,
         loop_ngram=LOOP_NGRAM if _STOP_AT_LOOP.value else None,
     )
-    prompts = load_training_prompts(_DATA_DIR.value, parse_mixture(_MIXTURE.value), _SEED.value)
-    prompts = prompts[: _NUM_PROMPTS.value]
+    prompts = read_prompts()[: _NUM_PROMPTS.value]
     elsewhere = {response.id for response in read_responses(_SKIP_JSONL.value)}
     cache_dir = None if _CACHE_DIR.value is None else Path(_CACHE_DIR.value)
     target = load_target(_TARGET.value, cache_dir=cache_dir)
@@ -174,8 +202,6 @@ def answer_prompts() -> None:
 
 def store_answers() -> None:
     """Builds the store from `--output` and `--skip_jsonl`."""
-    from dscout_jax.data.store import build_store  # heavy, and needed at the end only
-
     paths = [Path(path) for path in (_OUTPUT.value, *_SKIP_JSONL.value) if path is not None]
     responses = read_responses(paths)
     sources: list[dict[str, Any]] = []  # files may share a name, so a list
@@ -195,6 +221,8 @@ def main(_: Sequence[str]) -> None:
     try:
         if _BUILD_STORE_ONLY.value and _STORE.value is None:
             raise ValueError("--build_store_only needs --store")
+        if _STORE.value is not None:
+            require_store_place(_STORE.value)
         if not _BUILD_STORE_ONLY.value:
             if _OUTPUT.value is None:
                 raise ValueError("--output is missing: the JSON-lines file to write")

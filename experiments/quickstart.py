@@ -25,12 +25,12 @@ from dscout_jax.data.prompts import Prompt, load_benchmark
 from dscout_jax.data.tokenizer import StreamDecoder, Tokenizer
 from dscout_jax.decoding.speculative import make_draft_weights
 from dscout_jax.evaluation.benchmarks import Measurement, as_row, measure_prompt
-from dscout_jax.evaluation.report import describe_environment, peak_memory_gib, write_json
+from dscout_jax.evaluation.report import describe_environment, peak_memory_gib
 from dscout_jax.evaluation.results import best_rows, mean_rows, summarize_all, write_results
 from dscout_jax.evaluation.runners import Runners, fit_sizes
 from dscout_jax.evaluation.tables import console_table
+from dscout_jax.files import require_writable, write_json
 from dscout_jax.throughput.latency import Setting, interleave, medians, phase_timers
-from dscout_jax.training.checkpoint import require_writable
 from dscout_jax.weights.dflash import WEIGHTS_FILE, LoadedDrafter, check_target, load_drafter
 from dscout_jax.weights.download import WeightsError, sha256_of
 from dscout_jax.weights.targets import TARGETS, load_target

@@ -18,7 +18,7 @@ from ml_collections import config_flags
 
 from dscout_jax.config import ExperimentConfig, from_config_dict
 from dscout_jax.evaluation.plots import training_curves
-from dscout_jax.training.checkpoint import require_writable
+from dscout_jax.files import require_writable
 from dscout_jax.training.inputs import load_responses
 from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.training.loop import TrainingError, TrainResult, train
@@ -70,6 +70,9 @@ def main(_: Sequence[str]) -> None:
         result = run(from_config_dict(_CONFIG.value.to_dict()), _WORKDIR.value)
     except (ValueError, OSError, WeightsError, TrainingError) as error:
         fail(str(error))
+    except KeyboardInterrupt:  # before the loop, which asks `stop`, or at a second Ctrl-C
+        print("\ntrain: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
     if not result.finished:
         print(f"stopped after step {result.step}, saved; the same command continues")
 

@@ -1,6 +1,9 @@
 """Settings that every test runs under; imported by pytest before any test module."""
 
 import os
+import pathlib
+import subprocess
+import sys
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,6 +27,39 @@ import pytest  # noqa: E402
 from dscout_jax.config import DrafterConfig, TargetConfig  # noqa: E402
 from dscout_jax.models.drafter import init_drafter  # noqa: E402
 from dscout_jax.models.target import init_target  # noqa: E402
+from dscout_jax.weights.download import WeightsError  # noqa: E402
+from dscout_jax.weights.targets import LoadedTarget, load_target  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def run_script():
+    """Runs a script of experiments/ in the repository's root with little of the environment."""
+
+    def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
+        kept = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "HOME")
+        return subprocess.run(
+            [sys.executable, f"experiments/{name}.py", *arguments],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT)} | {k: os.environ[k] for k in kept if k in os.environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedTarget:
+    """The real target; without it tests skip, or fail where DSCOUT_REQUIRE_TARGET=1 asks for it."""
+    try:
+        return load_target("smollm2-135m")
+    except WeightsError as error:
+        if "could not download" not in str(error) or os.environ.get("DSCOUT_REQUIRE_TARGET") == "1":
+            raise
+        pytest.skip(f"SmolLM2 is not cached and cannot be fetched: {error}")
 
 
 @pytest.fixture(scope="session")

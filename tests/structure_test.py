@@ -18,6 +18,7 @@ PACKAGE = "dscout_jax"
 # A module imports only from rows with a smaller number, or from its own folder.
 ROWS = {
     "config": 0,
+    "files": 0,
     "kernels": 0,
     "models": 1,
     "objective": 2,

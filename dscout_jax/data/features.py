@@ -17,7 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from dscout_jax.data.pipeline import ExampleSet, pad_batch
-from dscout_jax.data.responses import check_settings, write_json_atomically
+from dscout_jax.data.responses import check_settings
+from dscout_jax.files import write_json
 
 FeaturesFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -87,7 +88,7 @@ def write_feature_cache(
         check_settings(_read_json(manifest), settings, where=f"feature cache {folder}")
     missing = [shard for shard in range(_num_shards(settings)) if not _is_whole(folder, shard)]
     _check_room(folder, examples, settings, missing)
-    write_json_atomically(manifest, settings)
+    write_json(manifest, settings)
     for shard in missing:
         rows = _shard_rows(settings, shard)
         features = _compute_shard(
@@ -183,7 +184,7 @@ def _write_shard(folder: Path, shard: int, features: np.ndarray) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     side = {"num_bytes": path.stat().st_size, "crc32": zlib.crc32(features.data)}
-    write_json_atomically(path.with_suffix(".json"), side)
+    write_json(path.with_suffix(".json"), side)
 
 
 def _is_whole(folder: Path, shard: int) -> bool:

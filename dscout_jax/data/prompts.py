@@ -138,6 +138,25 @@ def load_prompt_file(
     return prompts
 
 
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Reads a file of prompts, or every `.jsonl` file of a folder in the order of their names.
+
+    Raises:
+        FileNotFoundError: no such file, or no `.jsonl` file in the folder.
+        ValueError: see `load_prompt_file`; also if two files share an id.
+    """
+    path = Path(path)
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        raise FileNotFoundError(
+            f"no prompts in {path}; expected JSON-lines files with the fields id and turns"
+        )
+    prompts = [prompt for file in files for prompt in load_prompt_file(file)]
+    if len({prompt.id for prompt in prompts}) != len(prompts):
+        raise ValueError(f"two prompts of the files in {path} share an id")
+    return prompts
+
+
 def load_benchmark(
     benchmarks_dir: str | Path, name: str, limit: int | None = None, seed: int | None = 42
 ) -> list[Prompt]:

@@ -15,6 +15,8 @@ from typing import Any
 
 from absl import logging
 
+from dscout_jax.files import write_json
+
 
 @dataclass(frozen=True)
 class Response:
@@ -115,7 +117,7 @@ class ResponseWriter:
                 "settings are unknown; give another output file"
             )
         else:
-            write_json_atomically(side_file, settings)
+            write_json(side_file, settings)
 
 
 def settings_path(path: str | Path) -> Path:
@@ -157,17 +159,6 @@ def check_settings(stored: Mapping[str, Any], given: Mapping[str, Any], where: s
             f"{where} was written under other settings: {'; '.join(differing)}. Use the same "
             "settings or give another path"
         )
-
-
-def write_json_atomically(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file that is either whole or absent, also after a crash."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def iter_responses(path: str | Path) -> Iterable[Response]:

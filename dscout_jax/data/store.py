@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from dscout_jax.data.responses import Response
+from dscout_jax.files import require_writable
 
 STORE_NAME = "dscout_responses"
 
@@ -108,6 +109,19 @@ def fingerprint_responses(responses: Iterable[Response]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
+def require_store_place(store_dir: str | Path) -> None:
+    """Proves that a store can be made at `store_dir`, before the hours that its rows may take.
+
+    Raises:
+        FileExistsError: `store_dir` exists and is not a store.
+        ValueError: the folder that is to hold it cannot be written.
+    """
+    store_dir = Path(store_dir)
+    if store_dir.exists() and not (store_dir / "dataset_info.json").is_file():
+        raise FileExistsError(f"{store_dir} exists and is not a store; give another folder")
+    require_writable(store_dir.absolute().parent)
+
+
 def build_store(
     responses: Sequence[Response], store_dir: str | Path, settings: Mapping[str, Any]
 ) -> ResponseStore:
@@ -123,21 +137,19 @@ def build_store(
 
     Raises:
         ValueError: no responses, or an id occurs twice.
-        FileExistsError: `store_dir` exists and is not a store.
+        FileExistsError, ValueError: see `require_store_place`.
     """
     store_dir = Path(store_dir)
     if not responses:
         raise ValueError(f"no responses to store in {store_dir}")
     if len({response.id for response in responses}) != len(responses):
         raise ValueError("the responses to store share an id; read_responses drops such rows")
-    if store_dir.exists() and not (store_dir / "dataset_info.json").is_file():
-        raise FileExistsError(f"{store_dir} exists and is not a store; give another folder")
+    require_store_place(store_dir)
     metadata = {
         **settings,
         "num_responses": len(responses),
         "fingerprint": fingerprint_responses(responses),
     }
-    store_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{store_dir.name}-", dir=store_dir.parent) as folder:
         builder = DscoutResponses(
             responses=responses,

@@ -1,7 +1,6 @@
-"""Files that a benchmark leaves behind: written whole or not at all, with what they depend on."""
+"""What a benchmark leaves behind: its rows, its summary, and the machine that they depend on."""
 
 import json
-import math
 import os
 import pathlib
 import platform
@@ -9,6 +8,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dscout_jax.files import write_json, write_text
 from dscout_jax.training.provenance import describe_run
 
 
@@ -37,19 +37,6 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Replaces a file in one step, so that a reader never sees half of it."""
-    path = pathlib.Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def write_json(path: str | os.PathLike, values: Mapping[str, Any]) -> None:
-    """Writes indented JSON in one step; NaN becomes null."""
-    write_text(path, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
-
-
 def write_samples(
     folder: pathlib.Path, samples: Sequence[Mapping[str, float]], summary: Mapping[str, Any]
 ) -> None:
@@ -57,14 +44,6 @@ def write_samples(
     rows = "".join(json.dumps(sample) + "\n" for sample in samples)
     write_text(folder / "rows.jsonl", rows)
     write_json(folder / "summary.json", {**summary, "environment": describe_environment()})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _processor() -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from dscout_jax.evaluation import plots
 from dscout_jax.evaluation.benchmarks import Measurement, as_row
-from dscout_jax.evaluation.report import write_json, write_text
 from dscout_jax.evaluation.statistics import (
     Answer,
     Estimate,
@@ -18,6 +17,7 @@ from dscout_jax.evaluation.statistics import (
     summarize,
 )
 from dscout_jax.evaluation.tables import csv_table, markdown_table
+from dscout_jax.files import write_json, write_text
 
 Summaries = Mapping[str, Mapping[int, Summary]]
 """Workload to block size to summary."""

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
+
+from dscout_jax.files import require_writable, write_json
 
 _SEAL = "seal.json"
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -183,7 +184,7 @@ class Checkpointer:
         # Orbax calls this when all files are there, just before it renames the directory.
         for path in self._directory.iterdir():
             if _UNFINISHED in path.name and path.is_dir():
-                (path / _SEAL).write_text(json.dumps(_fingerprint(path)))
+                write_json(path / _SEAL, _fingerprint(path))
 
 
 @dataclasses.dataclass
@@ -199,25 +200,6 @@ class _LatestAndBest:
         kept = set(sorted(steps)[-self.count :])
         kept |= set(sorted((s for s in steps if s in self.scores), key=self.scores.get)[-1:])
         return [step in kept for step in steps]
-
-
-def require_writable(directory: str | os.PathLike) -> pathlib.Path:
-    """Creates `directory` if need be and proves that files can be written there.
-
-    Raises:
-        ValueError: it cannot be created, or a file in it cannot.
-    """
-    path = pathlib.Path(directory).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"cannot write in {path}: {error.strerror}; "
-            "give a directory in which this user may create files"
-        ) from error
-    return path
 
 
 def changed_fields(

@@ -1,7 +1,6 @@
 """The training loop: from an experiment's configuration to a drafter on disk."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import time
@@ -13,7 +12,8 @@ import numpy as np
 
 from dscout_jax.config import ConfigError, ExperimentConfig, to_dict
 from dscout_jax.data.responses import Response
-from dscout_jax.training.checkpoint import Checkpointer, changed_fields, require_writable
+from dscout_jax.files import require_writable, write_json
+from dscout_jax.training.checkpoint import Checkpointer, changed_fields
 from dscout_jax.training.metrics import MetricWriter, Throughput
 from dscout_jax.training.progress import Progress
 from dscout_jax.training.provenance import describe_run
@@ -89,8 +89,8 @@ def train(
         with Progress(config.train.num_steps, start=start) as progress:
             setup = prepare(config, target, responses, say=progress.say, stop=stop)
             _refuse_other_experiment(checkpoints, setup, directory)
-            _write_json(directory / "config.json", to_dict(config))
-            _write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})
+            write_json(directory / "config.json", to_dict(config))
+            write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})
             with MetricWriter(directory, resume_step=start) as writer:
                 result = _run(setup, checkpoints, writer, progress, stop)
             if result.finished:
@@ -272,7 +272,3 @@ def trained_on(setup: Setup, step: int, score: float | None) -> dict[str, Any]:
         "data": {name: value for name, value in identity["data"].items() if name not in paths},
         **{name: identity[name] for name in ("objective", "optimizer", "train")},
     }
-
-
-def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")

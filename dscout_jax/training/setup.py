@@ -13,6 +13,7 @@ from dscout_jax.config import (
     DrafterConfig,
     ExperimentConfig,
     ObjectiveConfig,
+    TargetConfig,
     require,
     to_dict,
 )
@@ -20,8 +21,8 @@ from dscout_jax.data.pipeline import evaluation_batches, pad_batch, training_bat
 from dscout_jax.data.responses import Response
 from dscout_jax.decoding.speculative import Variant
 from dscout_jax.models.drafter import init_drafter
-from dscout_jax.models.target import head_rows
-from dscout_jax.objective.loss import Frozen, loss_sums
+from dscout_jax.objective.loss import loss_sums
+from dscout_jax.objective.weighting import WEIGHTINGS
 from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target
 from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
 from dscout_jax.training.parallel import (
@@ -32,7 +33,7 @@ from dscout_jax.training.parallel import (
     tapped_features,
 )
 from dscout_jax.training.state import TrainState, init_state, make_optimizer, make_schedule
-from dscout_jax.training.validation import FrozenTarget
+from dscout_jax.training.validation import FrozenTarget, freeze
 from dscout_jax.weights.dflash import load_drafter
 from dscout_jax.weights.targets import LoadedTarget
 
@@ -50,6 +51,7 @@ class Setup:
         drafter: shapes of the drafter.
         target: the frozen target.
         inputs: rows, features, draft vocabulary.
+        given: weights of the drafter that `drafter.init` names; None where it names none.
         optimizer: of the drafter's weights.
         frozen: what the steps read of the target.
         train_step: `(state, frozen, batch) -> (state, metrics)`; donates the state.
@@ -62,6 +64,7 @@ class Setup:
     drafter: DrafterConfig
     target: LoadedTarget
     inputs: Inputs
+    given: dict | None
     optimizer: optax.GradientTransformation
     frozen: FrozenTarget
     train_step: Callable
@@ -91,7 +94,7 @@ class Setup:
         """The state before the first update, as `drafter.init` says.
 
         Raises:
-            ConfigError: another shape than the target's, or than that of the given drafter.
+            ConfigError: the drafter has another shape than the target's layers.
         """
         init, seed = self.config.drafter.init, self.config.train.seed
         drafter, optimizer = self.drafter, self.optimizer
@@ -104,9 +107,10 @@ class Setup:
                 params_key,
                 key,
             )
-        if init != "target_layers":
-            params = self._warm_start(init)
-            return build_state(lambda params, key: init_state(params, optimizer, key), params, key)
+        if self.given is not None:
+            return build_state(
+                lambda params, key: init_state(params, optimizer, key), self.given, key
+            )
         training = self.inputs.training
         rows = pad_batch(training.examples[:_MEASURED_ROWS], training.max_length)
         return build_state(
@@ -121,14 +125,6 @@ class Setup:
             rows["tokens"],
             rows["length"],
         )
-
-    def _warm_start(self, folder: str) -> dict:
-        given = load_drafter(folder, self.target.cfg)
-        for name in ("target_layer_ids", "mask_token_id"):
-            wanted, found = getattr(self.drafter, name), getattr(given.config, name)
-            require(wanted == found, f"drafter.{name}", wanted, f"{found}, as {folder} was trained")
-        check_same_shapes(given.params, self.abstract_state().params)
-        return given.params
 
     def training_iterator(self) -> Iterator[dict[str, np.ndarray]]:
         """Endless shuffled batches with `get_state` and `set_state`."""
@@ -181,6 +177,10 @@ def prepare(
         mask_token_id=config.drafter.mask_token_id,
         block_size=config.drafter.block_size,
     )
+    # What can be wrong is found before the hours that features may take.
+    for block_size, _ in config.objective.horizons:
+        WEIGHTINGS[config.objective.weighting](block_size, config.objective.gamma)
+    given = _given_weights(config.drafter.init, drafter, target.cfg)
     dtype = jnp.dtype(config.data.feature_dtype)
     features_fn = make_features_fn(target.params, target.cfg, drafter.target_layer_ids, dtype)
     inputs = prepare_inputs(
@@ -218,8 +218,14 @@ def prepare(
         drafter=drafter,
         target=target,
         inputs=inputs,
+        given=given,
         optimizer=optimizer,
-        frozen=_freeze(target, inputs),
+        frozen=freeze(
+            target.params,
+            target.cfg,
+            inputs.draft_vocab_ids,
+            keep_params=inputs.features is None,
+        ),
         train_step=make_train_step(sums, optimizer, schedule),
         eval_sums=make_eval_step(
             lambda params, frozen, batch: sums(params, frozen, batch, eval_key)
@@ -231,22 +237,21 @@ def prepare(
     )
 
 
-def _freeze(target: LoadedTarget, inputs: Inputs) -> FrozenTarget:
-    ids = inputs.draft_vocab_ids
-    index = None
-    if ids is not None:
-        index = np.full(target.cfg.vocab_size, -1, np.int32)
-        index[ids] = np.arange(len(ids))
-        ids, index = jnp.asarray(ids), jnp.asarray(index)
-    return FrozenTarget(
-        tables=Frozen(
-            embedding=target.params["embed_tokens"]["embedding"],
-            head=head_rows(target.params, target.cfg, ids),
-            draft_index=index,
-        ),
-        token_ids=ids,
-        params=target.params if inputs.features is None else None,
-    )
+def _given_weights(init: str, drafter: DrafterConfig, target: TargetConfig) -> dict | None:
+    """Returns the weights of the drafter folder that `drafter.init` names, if it names one.
+
+    Raises:
+        ConfigError, WeightsError: no drafter there, or one of another kind or shape.
+    """
+    if init in ("random", "target_layers"):
+        return None
+    given = load_drafter(init, target)
+    for name in ("target_layer_ids", "mask_token_id"):
+        wanted, found = getattr(drafter, name), getattr(given.config, name)
+        require(wanted == found, f"drafter.{name}", wanted, f"{found}, as {init} was trained")
+    wanted = jax.eval_shape(lambda key: init_drafter(key, drafter), jax.random.key(0))
+    check_same_shapes(given.params, wanted)
+    return given.params
 
 
 def _most_anchors(objective: ObjectiveConfig) -> int:

@@ -4,10 +4,13 @@ from collections.abc import Callable, Iterable
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from dscout_jax.config import TargetConfig
 from dscout_jax.decoding.replay import anchor_lengths, walk
 from dscout_jax.decoding.speculative import DraftWeights, Variant
+from dscout_jax.models.target import head_rows
 from dscout_jax.objective.loss import Frozen, SlotSums
 
 _CHUNK = 64  # anchors drafted at once in replay
@@ -26,6 +29,33 @@ class FrozenTarget:
     tables: Frozen
     token_ids: jax.Array | None
     params: dict | None
+
+
+def freeze(
+    params: dict, config: TargetConfig, token_ids: np.ndarray | None, *, keep_params: bool = False
+) -> FrozenTarget:
+    """Returns what training and replay read of a target.
+
+    Args:
+        params: the target's weights.
+        config: their shapes.
+        token_ids: [Vd] int32 draft vocabulary, increasing; None = the whole vocabulary.
+        keep_params: keep all weights, for features computed in the step.
+    """
+    index = None
+    if token_ids is not None:
+        index = np.full(config.vocab_size, -1, np.int32)
+        index[np.asarray(token_ids)] = np.arange(len(token_ids))
+        token_ids, index = jnp.asarray(token_ids), jnp.asarray(index)
+    return FrozenTarget(
+        tables=Frozen(
+            embedding=params["embed_tokens"]["embedding"],
+            head=head_rows(params, config, token_ids),
+            draft_index=index,
+        ),
+        token_ids=token_ids,
+        params=params if keep_params else None,
+    )
 
 
 def validate(

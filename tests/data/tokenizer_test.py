@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from dscout_jax.data.tokenizer import StreamDecoder, Tokenizer
-from dscout_jax.weights.download import WeightsError
 from dscout_jax.weights.gguf import Vocabulary
-from dscout_jax.weights.targets import load_vocabulary
 
 SHARED_DATA = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -41,13 +39,8 @@ def read_rows(path):
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    try:
-        return load_vocabulary("smollm2-135m")
-    except WeightsError as error:
-        if "could not download" in str(error):
-            pytest.skip(f"the model file is not cached and cannot be fetched: {error}")
-        raise
+def vocabulary(smollm2) -> Vocabulary:
+    return smollm2.vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 import importlib.util
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -9,17 +7,6 @@ from dscout_jax.config import from_config_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "experiments/configs/smollm2_dflash.py"
-
-
-def run_script(*arguments):
-    return subprocess.run(
-        [sys.executable, "experiments/train.py", *arguments],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -34,10 +21,10 @@ def run_script(*arguments):
         ([f"--config={CONFIG}", "--config.data.store={tmp}/none"], "no response store in"),
     ],
 )  # fmt: skip
-def test_bad_input_ends_with_one_clear_line(tmp_path, arguments, message):
+def test_bad_input_ends_with_one_clear_line(run_script, tmp_path, arguments, message):
     (tmp_path / "file").write_text("")
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
-    ended = run_script(f"--workdir={tmp_path}/run", *arguments)
+    ended = run_script("train", f"--workdir={tmp_path}/run", *arguments)
     assert ended.returncode == 1
     lines = [line for line in ended.stderr.splitlines() if line.startswith("train: ")]
     assert len(lines) == 1 and message in lines[0]

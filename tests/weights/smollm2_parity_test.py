@@ -10,8 +10,6 @@ import pytest
 from dscout_jax.data.tokenizer import Tokenizer
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
 from dscout_jax.models.target import apply_target, compute_logits
-from dscout_jax.weights.download import WeightsError
-from dscout_jax.weights.targets import load_target
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.npz"
 TOLERANCE = 1e-3
@@ -24,23 +22,15 @@ def golden():
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    try:
-        return load_target("smollm2-135m")
-    except WeightsError as error:
-        pytest.skip(f"SmolLM2 cannot be fetched: {error}")
-
-
-@pytest.fixture(scope="module")
-def logits(golden, loaded):
+def logits(golden, smollm2):
     """[256, V] of the golden's text."""
 
     @jax.jit
     def forward(params, tokens):
-        hidden = apply_target(params, loaded.cfg, tokens).hidden
-        return compute_logits(params, loaded.cfg, hidden)[0]
+        hidden = apply_target(params, smollm2.cfg, tokens).hidden
+        return compute_logits(params, smollm2.cfg, hidden)[0]
 
-    return np.asarray(forward(loaded.params, jnp.asarray(golden["text"])[None]))
+    return np.asarray(forward(smollm2.params, jnp.asarray(golden["text"])[None]))
 
 
 def test_logits_equal_hugging_face_over_256_positions(golden, logits):
@@ -57,8 +47,8 @@ def test_best_tokens_equal_hugging_face_over_256_positions(golden, logits):
     assert np.abs(best - second - golden["best_margins"]).max() < 2 * TOLERANCE
 
 
-def test_chat_prompts_have_the_ids_of_hugging_faces_tokenizer(golden, loaded):
-    tokenizer = Tokenizer(loaded.vocabulary)
+def test_chat_prompts_have_the_ids_of_hugging_faces_tokenizer(golden, smollm2):
+    tokenizer = Tokenizer(smollm2.vocabulary)
     for text, ids, length in zip(
         golden["prompt_text"], golden["prompts"], golden["prompt_len"], strict=True
     ):
@@ -66,15 +56,15 @@ def test_chat_prompts_have_the_ids_of_hugging_faces_tokenizer(golden, loaded):
         assert tokenizer.chat_prompt(messages) == ids[:length].tolist()
 
 
-def test_greedy_tokens_equal_hugging_face_on_twenty_prompts(golden, loaded):
+def test_greedy_tokens_equal_hugging_face_on_twenty_prompts(golden, smollm2):
     prompt_len = golden["prompt_len"]
     prompts = golden["prompts"][:, : prompt_len.max()]
     num_rows, num_new = golden["tokens"].shape
     assert (num_rows, num_new) == (20, 64)
-    state = init_generation(loaded.cfg, num_rows, prompts.shape[1] + num_new)
-    static = {"config": loaded.cfg, "greedy": True, "stop_ids": (loaded.vocabulary.eos_id,)}
+    state = init_generation(smollm2.cfg, num_rows, prompts.shape[1] + num_new)
+    static = {"config": smollm2.cfg, "greedy": True, "stop_ids": (smollm2.vocabulary.eos_id,)}
     state = prefill(
-        loaded.params,
+        smollm2.params,
         state,
         jnp.asarray(prompts),
         jnp.asarray(prompt_len),
@@ -83,7 +73,7 @@ def test_greedy_tokens_equal_hugging_face_on_twenty_prompts(golden, loaded):
         jax.random.split(jax.random.key(0), num_rows),
         **static,
     )
-    state = decode_steps(loaded.params, state, num_new, **static)
+    state = decode_steps(smollm2.params, state, num_new, **static)
     ours, length = np.asarray(state.tokens), np.asarray(state.length)
     for row in range(num_rows):
         theirs = golden["tokens"][row, : golden["token_len"][row]]
