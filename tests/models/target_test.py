@@ -26,6 +26,7 @@ def test_cached_passes_at_unequal_positions_equal_the_full_forward(tiny, tokens)
     assert out.cache.length.tolist() == [11, 8]
     for row, start in enumerate((7, 4)):
         expected = slice(start, start + 4)
+        # Few rows and many may go through different kernels, which sum in different orders.
         np.testing.assert_allclose(out.hidden[row], full.hidden[row, expected], atol=1e-5)
         np.testing.assert_allclose(out.taps[row], full.taps[row, expected], atol=1e-5)
 
