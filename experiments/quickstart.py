@@ -277,9 +277,7 @@ def run_workloads(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, {**summary, "rows": [as_row(measurement) for measurement in found]})
     show(found, summary, args.output)
-    if not is_complete:
-        return 130
-    return 0 if summary["identical"] else 1
+    return 130 if not is_complete else 0 if summary["identical"] else 1
 
 
 def measure_all(

@@ -27,11 +27,17 @@ def test_greedy_decoding_equals_rerunning_the_whole_sequence(tiny):
     )
     state = decode_steps(tiny.params, state, 99, config=tiny.target, **GREEDY)
     assert state.length.tolist() == [15, 9]
+
+    @jax.jit
+    def best_after(tokens, count):
+        hidden = apply_target(tiny.params, tiny.target, tokens).hidden[0, count - 1]
+        return jnp.argmax(compute_logits(tiny.params, tiny.target, hidden))
+
     for row in range(2):
         tokens = prompt[row, : int(lengths[row])].tolist()
         for _ in range(int(limits[row])):
-            hidden = apply_target(tiny.params, tiny.target, jnp.array([tokens])).hidden[:, -1]
-            tokens.append(int(jnp.argmax(compute_logits(tiny.params, tiny.target, hidden))))
+            padded = jnp.array([tokens + [0] * (state.tokens.shape[1] - len(tokens))])
+            tokens.append(int(best_after(padded, len(tokens))))
         assert state.tokens[row, : len(tokens)].tolist() == tokens
 
 
