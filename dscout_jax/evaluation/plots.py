@@ -34,7 +34,8 @@ def training_curves(rows: Sequence[dict], path: str | os.PathLike) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         if axis.lines:
-            axis.legend(fontsize="small")
+            # Many slots: a wide legend leaves the curves free.
+            axis.legend(fontsize="small", ncols=1 + len(axis.lines) // 4)
     figure.savefig(path, dpi=120)
 
 
