@@ -32,7 +32,6 @@ from dscout_jax.data.prompts import (
     load_training_prompts,
 )
 from dscout_jax.data.responses import ResponseWriter, read_responses, read_settings
-from dscout_jax.data.store import build_store, require_store_place
 from dscout_jax.data.tokenizer import Tokenizer
 from dscout_jax.weights.download import WeightsError
 from dscout_jax.weights.targets import TARGETS, load_target
@@ -202,6 +201,8 @@ def answer_prompts() -> None:
 
 def store_answers() -> None:
     """Builds the store from `--output` and `--skip_jsonl`."""
+    from dscout_jax.data.store import build_store  # heavy, and not every call builds a store
+
     paths = [Path(path) for path in (_OUTPUT.value, *_SKIP_JSONL.value) if path is not None]
     responses = read_responses(paths)
     sources: list[dict[str, Any]] = []  # files may share a name, so a list
@@ -222,6 +223,8 @@ def main(_: Sequence[str]) -> None:
         if _BUILD_STORE_ONLY.value and _STORE.value is None:
             raise ValueError("--build_store_only needs --store")
         if _STORE.value is not None:
+            from dscout_jax.data.store import require_store_place  # heavy, as above
+
             require_store_place(_STORE.value)
         if not _BUILD_STORE_ONLY.value:
             if _OUTPUT.value is None:

@@ -178,6 +178,10 @@ class Code:
         """The larger of two vectors, lane by lane."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
+    def minimum(self, a: Any, b: Any) -> Any:
+        """The smaller of two signed integers."""
+        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
     def prefetch(self, address: Any) -> None:
         """Asks for the cache line at an address, for reading."""
         flags = [self.ir.Constant(self.i32, flag) for flag in (0, 3, 1)]
@@ -334,7 +338,8 @@ def _emit(module: Any, name: str, body: Body, count_chunks: Any, values: Any) ->
             value = code.load(code.at(code.field(buffer, _Buffer, "dims", ptr), axis, i64), i64)
         code.b.store(value, code.at(base, i, i64))
     chunks = code.b.trunc(count_chunks(code, read(code, job)), i32)
-    helpers = code.b.sub(_minimum(code, chunks, len(os.sched_getaffinity(0))), one)
+    cores = ir.Constant(i32, len(os.sched_getaffinity(0)))
+    helpers = code.b.sub(code.minimum(chunks, cores), one)
     for field, value in (
         ("next", ir.Constant(i32, 0)),
         ("done", ir.Constant(i32, 0)),
@@ -368,11 +373,6 @@ def _emit(module: Any, name: str, body: Body, count_chunks: Any, values: Any) ->
     code.b.position_at_end(finished)
     code.b.call(leave, [job])
     code.b.ret(null)
-
-
-def _minimum(code: Code, a: Any, b: int) -> Any:
-    b = code.ir.Constant(a.type, b)
-    return code.b.select(code.b.icmp_signed("<", a, b), a, b)
 
 
 def _answer_metadata(code: Code, frame: Any) -> None:

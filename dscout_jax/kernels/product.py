@@ -72,7 +72,7 @@ def _count_chunks(code: native.Code, values: Sequence[Any]) -> Any:
     tiles = code.b.sdiv(num_outputs, code.index(TILE))
     size = code.b.mul(code.b.mul(num_columns, num_outputs), code.index(4))
     chunks = code.b.add(code.b.sdiv(size, code.index(CHUNK_BYTES)), code.index(1))
-    return code.b.select(code.b.icmp_signed("<", chunks, tiles), chunks, tiles)
+    return code.minimum(chunks, tiles)
 
 
 def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any) -> None:
@@ -117,19 +117,13 @@ def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any)
                         multiply(index(0), 1, soon=soon)
         with code.loop(index(group), full, index(group)) as m:
             multiply(m, group)
-        start = b.select(
-            b.icmp_signed(">", full, index(0)), full, _smaller(code, num_rows, index(2))
-        )
+        start = b.select(b.icmp_signed(">", full, index(0)), full, code.minimum(num_rows, index(2)))
         even = b.sub(num_rows, index(1))
         with code.loop(start, even, index(2)) as m:
             multiply(m, 2)
         odd = b.srem(b.sub(num_rows, start), index(2))
         with code.loop(b.sub(num_rows, odd), num_rows, index(1)) as m:
             multiply(m, 1)
-
-
-def _smaller(code: native.Code, a: Any, b: Any) -> Any:
-    return code.b.select(code.b.icmp_signed("<", a, b), a, b)
 
 
 def _emit_tile(code, num_columns, first, inputs, results, soon) -> None:

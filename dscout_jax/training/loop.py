@@ -87,7 +87,9 @@ def train(
     with Checkpointer(directory / "checkpoints", max_to_keep=kept) as checkpoints:
         start = checkpoints.latest or 0
         with Progress(config.train.num_steps, start=start) as progress:
-            setup = prepare(config, target, responses, say=progress.say, stop=stop)
+            setup = prepare(
+                config, target, responses, say=progress.say, stop=stop, begins=not start
+            )
             _refuse_other_experiment(checkpoints, setup, directory)
             write_json(directory / "config.json", to_dict(config))
             write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})

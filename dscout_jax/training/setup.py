@@ -51,7 +51,8 @@ class Setup:
         drafter: shapes of the drafter.
         target: the frozen target.
         inputs: rows, features, draft vocabulary.
-        given: weights of the drafter that `drafter.init` names; None where it names none.
+        given: weights of the drafter that `drafter.init` names; None where it names none or the
+            run is resumed.
         optimizer: of the drafter's weights.
         frozen: what the steps read of the target.
         train_step: `(state, frozen, batch) -> (state, metrics)`; donates the state.
@@ -157,6 +158,7 @@ def prepare(
     *,
     say: Callable[[str], None],
     stop: Callable[[], bool] = lambda: False,
+    begins: bool = True,
 ) -> Setup:
     """Reads the data and builds the steps; nothing is compiled before its first call.
 
@@ -166,6 +168,7 @@ def prepare(
         responses: its greedy answers.
         say: shows a line to the person who waits.
         stop: asked while a feature cache is written.
+        begins: whether the run starts from `drafter.init`; a resumed one does not read it.
 
     Raises:
         ValueError: configuration, data and target do not fit.
@@ -180,7 +183,7 @@ def prepare(
     # What can be wrong is found before the hours that features may take.
     for block_size, _ in config.objective.horizons:
         WEIGHTINGS[config.objective.weighting](block_size, config.objective.gamma)
-    given = _given_weights(config.drafter.init, drafter, target.cfg)
+    given = _given_weights(config.drafter.init, drafter, target.cfg) if begins else None
     dtype = jnp.dtype(config.data.feature_dtype)
     features_fn = make_features_fn(target.params, target.cfg, drafter.target_layer_ids, dtype)
     inputs = prepare_inputs(
