@@ -2,6 +2,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,16 @@ def test_a_warm_start_begins_where_the_drafter_stood(uninterrupted, tmp_path):
     start = losses(tmp_path, "validation/loss")[0][1]
     assert min(abs(start - loss) for loss in before) < 0.02, "weights are rounded to bfloat16"
     assert losses(tmp_path, "validation/mat_pooled")[0][1] >= best - 0.05
+
+
+def test_a_resumed_warm_start_needs_its_first_drafter_no_more(uninterrupted, tmp_path):
+    folder = shutil.copytree(uninterrupted[1] / "drafter", tmp_path / "init")
+    drafter = {"init": str(folder)}
+    first = run(tmp_path / "run", stop=stop_after(1), drafter=drafter, train={"num_steps": 2})
+    assert not first.finished
+    shutil.rmtree(folder)
+    second = run(tmp_path / "run", drafter=drafter, train={"num_steps": 2})
+    assert second.finished and second.step == 2
 
 
 def test_a_warm_start_from_a_drafter_with_other_taps_is_refused(uninterrupted, tmp_path):
