@@ -183,8 +183,8 @@ class Code:
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
 
     def prefetch(self, address: Any) -> None:
-        """Asks for the cache line at an address, for reading."""
-        flags = [self.ir.Constant(self.i32, flag) for flag in (0, 3, 1)]
+        """Asks for the cache line at an address, for reading, into the second level."""
+        flags = [self.ir.Constant(self.i32, flag) for flag in (0, 2, 1)]
         self._call("llvm.prefetch.p0", self.void, [address, *flags])
 
     def _call(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:

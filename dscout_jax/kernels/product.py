@@ -91,50 +91,49 @@ def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any)
         lone = b.icmp_signed("==", b.srem(num_rows, index(group)), index(1))
         some = b.icmp_signed(">", full, index(0))
         full = b.sub(full, b.zext(b.and_(lone, some), code.i64))
+    rest = b.sub(num_rows, b.mul(full, index(group)))
+    odd = b.srem(rest, index(2))
+    passes = b.add(b.add(full, b.sdiv(rest, index(2))), odd)
     full = b.mul(full, index(group))
+    # The tile ahead is fetched in even portions by all passes over this one: fetched by the first
+    # alone, memory would rest during the others.
+    lines = b.sdiv(b.add(index(TILE - 1), passes), passes)
 
     row_bytes = b.mul(num_columns, index(4 * TILE))
     ahead = b.add(b.sdiv(index(AHEAD_BYTES), row_bytes), index(1))
     ahead = b.mul(ahead, b.mul(index(TILE), num_columns))
     with code.loop(bound(chunk), bound(b.add(chunk, index(1))), index(TILE)) as n:
         first = code.at(weight, b.mul(n, num_columns))
+        soon = code.variable(code.i64, b.add(b.mul(n, num_columns), ahead))
 
-        def multiply(m, count, first=first, n=n, soon=None):
+        def multiply(m, count, first=first, n=n, soon=soon):
             inputs = [code.at(x, b.mul(b.add(m, index(j)), num_columns)) for j in range(count)]
             starts = [b.add(b.mul(b.add(m, index(j)), num_outputs), n) for j in range(count)]
-            _emit_tile(code, num_columns, first, inputs, [code.at(out, s) for s in starts], soon)
+            at = code.get(soon, code.i64)
+            fetch = (code.at(weight, at), lines)
+            _emit_tile(code, num_columns, first, inputs, [code.at(out, s) for s in starts], fetch)
+            b.store(b.add(at, b.mul(num_columns, lines)), soon)
 
-        soon = code.at(first, ahead)
-        with b.if_else(b.icmp_signed(">", full, index(0))) as (then, otherwise):
-            with then:
-                multiply(index(0), group, soon=soon)
-            with otherwise:
-                several = b.icmp_signed(">", num_rows, index(1))
-                with b.if_else(several) as (pair, single):
-                    with pair:
-                        multiply(index(0), 2, soon=soon)
-                    with single:
-                        multiply(index(0), 1, soon=soon)
-        with code.loop(index(group), full, index(group)) as m:
+        with code.loop(index(0), full, index(group)) as m:
             multiply(m, group)
-        start = b.select(b.icmp_signed(">", full, index(0)), full, code.minimum(num_rows, index(2)))
-        even = b.sub(num_rows, index(1))
-        with code.loop(start, even, index(2)) as m:
+        with code.loop(full, b.sub(num_rows, odd), index(2)) as m:
             multiply(m, 2)
-        odd = b.srem(b.sub(num_rows, start), index(2))
         with code.loop(b.sub(num_rows, odd), num_rows, index(1)) as m:
             multiply(m, 1)
 
 
-def _emit_tile(code, num_columns, first, inputs, results, soon) -> None:
-    """Emits the products of `TILE` rows of weights with some inputs, and fetches rows ahead."""
+def _emit_tile(code, num_columns, first, inputs, results, fetch) -> None:
+    """Emits the products of `TILE` rows of weights with some inputs, and fetches lines ahead."""
     zero = code.ir.Constant(code.vec, [0.0] * code.lanes)
     sums = [[code.variable(code.vec, zero) for _ in range(TILE)] for _ in inputs]
+    soon, lines = fetch
+    last = code.b.sub(lines, code.index(1))
+    steps = [code.minimum(code.index(i), last) for i in range(TILE)]
     with code.loop(code.index(0), num_columns, code.index(native.ALIGN)) as k:
         offsets = [code.b.add(k, code.b.mul(code.index(i), num_columns)) for i in range(TILE)]
-        if soon is not None:
-            for offset in offsets:
-                code.prefetch(code.at(soon, offset))
+        line = code.at(soon, code.b.mul(k, lines))
+        for step in steps:
+            code.prefetch(code.at(line, code.b.mul(step, code.index(native.ALIGN))))
         for part in range(0, native.ALIGN, code.lanes):
             values = [code.load(code.at(code.at(given, k), part)) for given in inputs]
             for i, offset in enumerate(offsets):
