@@ -54,7 +54,7 @@ BENCHMARKS = (
     "mt_bench",
     "self_instruct_user",
 )
-BLOCK_SIZES = (4, 8, 16)
+BLOCK_SIZES, OWN_BLOCK_SIZES = (4, 8, 16), (4, 8)
 PROMPT_ORDER_SEED = 42
 TEMPLATE_TOKENS = 8  # what the chat template adds to a turn, at most
 ACCEPTED_ON, ACCEPTED_OFF = "\x1b[1;32m", "\x1b[0m"
@@ -79,12 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--benchmarks", type=pathlib.Path, metavar="DIR", help="the real sets")
     what.add_argument("--prompt", help="one prompt; the answer streams, accepted runs marked")
     what.add_argument("--workloads", nargs="+", metavar="NAME", help="only these workloads")
-    what.add_argument("--num_prompts", type=int, help="a workload (default: 8 own, 16 real)")
+    what.add_argument("--num_prompts", type=int, help="a workload (default: 4 own, 16 real)")
     what.add_argument("--smoke", action="store_true", help="a few prompts, within a minute")
     how = parser.add_argument_group("how")
     how.add_argument("--target", default="smollm2-135m", help=f"one of {', '.join(TARGETS)}")
     how.add_argument("--drafter", type=pathlib.Path, metavar="DIR", default=OWN_DRAFTER)
-    how.add_argument("--block_size", type=int, nargs="+", metavar="G", help="default: 4 8 16")
+    how.add_argument("--block_size", type=int, nargs="+", help="default: 4 8 own, 4 8 16 real")
     how.add_argument("--max_new_tokens", type=int, help="default: 64 own, 128 real")
     how.add_argument("--max_context", type=int, default=2048, help="cache positions at most")
     where = parser.add_argument_group("where results go")
@@ -120,7 +120,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         if name not in known:
             raise ValueError(f"--workloads: {name!r} is unknown; allowed: {', '.join(known)}")
     if args.num_prompts is None:
-        args.num_prompts = 1 if args.smoke else 8 if args.benchmarks is None else 16
+        args.num_prompts = 1 if args.smoke else 4 if args.benchmarks is None else 16
     if args.max_new_tokens is None:
         args.max_new_tokens = 24 if args.smoke else 64 if args.benchmarks is None else 128
     if args.output is None:
@@ -139,7 +139,8 @@ def choose_block_sizes(args: argparse.Namespace, trained: int) -> tuple[int, ...
         ValueError: one is below 2 or above what the drafter was trained for.
     """
     if args.block_size is None:
-        fitting = [size for size in BLOCK_SIZES if size <= trained] or [trained]
+        sizes = OWN_BLOCK_SIZES if args.benchmarks is None else BLOCK_SIZES
+        fitting = [size for size in sizes if size <= trained] or [trained]
         one = args.smoke or args.prompt is not None
         return (min(fitting, key=lambda size: abs(size - 8)),) if one else tuple(fitting)
     for size in args.block_size:
@@ -361,11 +362,10 @@ def show_prompt(args: argparse.Namespace, stream: TextIO) -> int:
         stream.write(decoder.flush() + "\n")
         stream.flush()
     cycles = lengths[1:]  # the first token is the prefill's
-    mean = sum(cycles) / max(len(cycles), 1)
     say(
         f"accepted drafts are {'coloured' if marks[0] == ACCEPTED_ON else 'in brackets'}; "
-        f"{sum(lengths)} tokens in {seconds:.2f} s, MAT {mean:.2f} over {len(cycles)} cycles of "
-        f"block size {block_size}"
+        f"{sum(lengths)} tokens in {seconds:.2f} s, MAT {sum(cycles) / max(len(cycles), 1):.2f} "
+        f"over {len(cycles)} cycles of block size {block_size}"
     )
     return 0
 
