@@ -17,6 +17,7 @@ from dscout_jax.kernels import native
 MAX_ROWS = 24  # above, XLA's own product is as fast
 TILE = 4  # rows of weights that one step works on
 GROUP = {16: 4, 8: 3}  # lanes: rows of inputs in a step, as many as the registers hold
+PANEL = 1024  # columns at most in one pass
 CHUNK_BYTES = 1 << 18  # weights in one chunk
 AHEAD_BYTES = 1 << 14  # how far ahead weights are fetched
 
@@ -99,37 +100,52 @@ def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any)
     # alone, memory would rest during the others.
     lines = b.sdiv(b.add(index(TILE - 1), passes), passes)
 
+    # Long rows are worked on in panels, so that tile and inputs stay in the first-level cache.
+    panels = b.sdiv(b.add(num_columns, index(PANEL - 1)), index(PANEL))
+    panel = b.sdiv(b.add(num_columns, b.sub(panels, index(1))), panels)
+    panel = b.mul(
+        b.sdiv(b.add(panel, index(native.ALIGN - 1)), index(native.ALIGN)), index(native.ALIGN)
+    )
+
     row_bytes = b.mul(num_columns, index(4 * TILE))
     ahead = b.add(b.sdiv(index(AHEAD_BYTES), row_bytes), index(1))
     ahead = b.mul(ahead, b.mul(index(TILE), num_columns))
     with code.loop(bound(chunk), bound(b.add(chunk, index(1))), index(TILE)) as n:
         first = code.at(weight, b.mul(n, num_columns))
         soon = code.variable(code.i64, b.add(b.mul(n, num_columns), ahead))
+        with code.loop(index(0), num_columns, panel) as start:
+            stop = code.minimum(b.add(start, panel), num_columns)
 
-        def multiply(m, count, first=first, n=n, soon=soon):
-            inputs = [code.at(x, b.mul(b.add(m, index(j)), num_columns)) for j in range(count)]
-            starts = [b.add(b.mul(b.add(m, index(j)), num_outputs), n) for j in range(count)]
-            at = code.get(soon, code.i64)
-            fetch = (code.at(weight, at), lines)
-            _emit_tile(code, num_columns, first, inputs, [code.at(out, s) for s in starts], fetch)
-            b.store(b.add(at, b.mul(num_columns, lines)), soon)
+            def multiply(m, count, first=first, n=n, soon=soon, columns=(start, stop)):
+                rows = [b.add(m, index(j)) for j in range(count)]
+                inputs = [code.at(x, b.mul(row, num_columns)) for row in rows]
+                results = [code.at(out, b.add(b.mul(row, num_outputs), n)) for row in rows]
+                at = code.get(soon, code.i64)
+                fetch = (code.at(weight, at), lines)
+                _emit_tile(code, num_columns, columns, first, inputs, results, fetch)
+                b.store(b.add(at, b.mul(b.sub(columns[1], columns[0]), lines)), soon)
 
-        with code.loop(index(0), full, index(group)) as m:
-            multiply(m, group)
-        with code.loop(full, b.sub(num_rows, odd), index(2)) as m:
-            multiply(m, 2)
-        with code.loop(b.sub(num_rows, odd), num_rows, index(1)) as m:
-            multiply(m, 1)
+            with code.loop(index(0), full, index(group)) as m:
+                multiply(m, group)
+            with code.loop(full, b.sub(num_rows, odd), index(2)) as m:
+                multiply(m, 2)
+            with code.loop(b.sub(num_rows, odd), num_rows, index(1)) as m:
+                multiply(m, 1)
 
 
-def _emit_tile(code, num_columns, first, inputs, results, fetch) -> None:
-    """Emits the products of `TILE` rows of weights with some inputs, and fetches lines ahead."""
+def _emit_tile(code, num_columns, columns, first, inputs, results, fetch) -> None:
+    """Emits the products of `TILE` rows of weights with some inputs, and fetches lines ahead.
+
+    Only over `columns` (from, to); all but the first columns add to the results.
+    """
     zero = code.ir.Constant(code.vec, [0.0] * code.lanes)
     sums = [[code.variable(code.vec, zero) for _ in range(TILE)] for _ in inputs]
     soon, lines = fetch
     last = code.b.sub(lines, code.index(1))
     steps = [code.minimum(code.index(i), last) for i in range(TILE)]
-    with code.loop(code.index(0), num_columns, code.index(native.ALIGN)) as k:
+    start, stop = columns
+    soon = code.at(soon, code.b.neg(code.b.mul(start, lines)))
+    with code.loop(start, stop, code.index(native.ALIGN)) as k:
         offsets = [code.b.add(k, code.b.mul(code.index(i), num_columns)) for i in range(TILE)]
         line = code.at(soon, code.b.mul(k, lines))
         for step in steps:
@@ -142,4 +158,9 @@ def _emit_tile(code, num_columns, first, inputs, results, fetch) -> None:
                     code.b.store(code.fma(value, weight, code.get(slots[i])), slots[i])
     for slots, result in zip(sums, results, strict=True):
         totals = code.add_lanes([code.get(slot) for slot in slots])
-        code.store(code.shuffle(totals, totals, range(TILE)), result)
+        totals = code.shuffle(totals, totals, range(TILE))
+        with code.b.if_else(code.b.icmp_signed(">", start, code.index(0))) as (add, replace):
+            with add:
+                code.store(code.b.fadd(code.load(result, totals.type), totals), result)
+            with replace:
+                code.store(totals, result)
