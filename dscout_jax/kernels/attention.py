@@ -94,7 +94,7 @@ def _emit(
         at = b.mul(b.add(b.mul(token, num_heads), head), index(head_dim))
         count = b.sext(code.load(code.at(visible, token, code.i32), code.i32), code.i64)
         lanes = index(code.lanes)
-        padded = b.mul(b.sdiv(b.add(count, index(code.lanes - 1)), lanes), lanes)
+        padded = b.mul(code.ceil_div(count, lanes), lanes)
         _emit_scores(code, head_dim, code.at(q, at), keys, scores, count, padded)
         total = _emit_softmax(code, head_dim, scores, padded)
         _emit_mean(code, head_dim, scores, contents, count, total, code.at(out, at))

@@ -182,6 +182,10 @@ class Code:
         """The smaller of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
 
+    def ceil_div(self, a: Any, b: Any) -> Any:
+        """The quotient of two positive integers, rounded up."""
+        return self.b.sdiv(self.b.sub(self.b.add(a, b), self.ir.Constant(a.type, 1)), b)
+
     def prefetch(self, address: Any) -> None:
         """Asks for the cache line at an address, for reading, into the second level."""
         flags = [self.ir.Constant(self.i32, flag) for flag in (0, 2, 1)]

@@ -98,32 +98,30 @@ def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any)
     full = b.mul(full, index(group))
     # The tile ahead is fetched in even portions by all passes over this one: fetched by the first
     # alone, memory would rest during the others.
-    lines = b.sdiv(b.add(index(TILE - 1), passes), passes)
+    lines = code.ceil_div(index(TILE), passes)
 
     # Long rows are worked on in panels, so that tile and inputs stay in the first-level cache.
-    panels = b.sdiv(b.add(num_columns, index(PANEL - 1)), index(PANEL))
-    panel = b.sdiv(b.add(num_columns, b.sub(panels, index(1))), panels)
-    panel = b.mul(
-        b.sdiv(b.add(panel, index(native.ALIGN - 1)), index(native.ALIGN)), index(native.ALIGN)
-    )
+    panel = code.ceil_div(num_columns, code.ceil_div(num_columns, index(PANEL)))
+    panel = b.mul(code.ceil_div(panel, index(native.ALIGN)), index(native.ALIGN))
 
     row_bytes = b.mul(num_columns, index(4 * TILE))
     ahead = b.add(b.sdiv(index(AHEAD_BYTES), row_bytes), index(1))
     ahead = b.mul(ahead, b.mul(index(TILE), num_columns))
     with code.loop(bound(chunk), bound(b.add(chunk, index(1))), index(TILE)) as n:
-        first = code.at(weight, b.mul(n, num_columns))
         soon = code.variable(code.i64, b.add(b.mul(n, num_columns), ahead))
         with code.loop(index(0), num_columns, panel) as start:
-            stop = code.minimum(b.add(start, panel), num_columns)
+            width = b.sub(code.minimum(b.add(start, panel), num_columns), start)
+            first = code.at(weight, b.add(b.mul(n, num_columns), start))
+            adds = b.icmp_signed(">", start, index(0))
 
-            def multiply(m, count, first=first, n=n, soon=soon, columns=(start, stop)):
+            def multiply(m, count, n=n, soon=soon, start=start, width=width, tile=(first, adds)):
                 rows = [b.add(m, index(j)) for j in range(count)]
-                inputs = [code.at(x, b.mul(row, num_columns)) for row in rows]
+                inputs = [code.at(x, b.add(b.mul(row, num_columns), start)) for row in rows]
                 results = [code.at(out, b.add(b.mul(row, num_outputs), n)) for row in rows]
                 at = code.get(soon, code.i64)
                 fetch = (code.at(weight, at), lines)
-                _emit_tile(code, num_columns, columns, first, inputs, results, fetch)
-                b.store(b.add(at, b.mul(b.sub(columns[1], columns[0]), lines)), soon)
+                _emit_tile(code, num_columns, width, *tile, inputs, results, fetch)
+                b.store(b.add(at, b.mul(width, lines)), soon)
 
             with code.loop(index(0), full, index(group)) as m:
                 multiply(m, group)
@@ -133,19 +131,17 @@ def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any)
                 multiply(m, 1)
 
 
-def _emit_tile(code, num_columns, columns, first, inputs, results, fetch) -> None:
+def _emit_tile(code, num_columns, width, first, adds, inputs, results, fetch) -> None:
     """Emits the products of `TILE` rows of weights with some inputs, and fetches lines ahead.
 
-    Only over `columns` (from, to); all but the first columns add to the results.
+    Over the first `width` columns from `first` and `inputs`; replaces the results, or adds to them.
     """
     zero = code.ir.Constant(code.vec, [0.0] * code.lanes)
     sums = [[code.variable(code.vec, zero) for _ in range(TILE)] for _ in inputs]
     soon, lines = fetch
     last = code.b.sub(lines, code.index(1))
     steps = [code.minimum(code.index(i), last) for i in range(TILE)]
-    start, stop = columns
-    soon = code.at(soon, code.b.neg(code.b.mul(start, lines)))
-    with code.loop(start, stop, code.index(native.ALIGN)) as k:
+    with code.loop(code.index(0), width, code.index(native.ALIGN)) as k:
         offsets = [code.b.add(k, code.b.mul(code.index(i), num_columns)) for i in range(TILE)]
         line = code.at(soon, code.b.mul(k, lines))
         for step in steps:
@@ -159,7 +155,7 @@ def _emit_tile(code, num_columns, columns, first, inputs, results, fetch) -> Non
     for slots, result in zip(sums, results, strict=True):
         totals = code.add_lanes([code.get(slot) for slot in slots])
         totals = code.shuffle(totals, totals, range(TILE))
-        with code.b.if_else(code.b.icmp_signed(">", start, code.index(0))) as (add, replace):
+        with code.b.if_else(adds) as (add, replace):
             with add:
                 code.store(code.b.fadd(code.load(result, totals.type), totals), result)
             with replace:

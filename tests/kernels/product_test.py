@@ -23,7 +23,7 @@ def compiled_with_kernel(x, weight):
 
 
 @needs_compiler
-@pytest.mark.parametrize("shape", [(16, 4), (64, 12), (576, 1536), (1536, 576)])
+@pytest.mark.parametrize("shape", [(16, 4), (64, 12), (576, 1536), (1536, 576), (2064, 12)])
 def test_every_number_of_rows_equals_numpy_and_a_row_never_depends_on_the_others(shape):
     x, weight = draw(MAX_ROWS, *shape)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
