@@ -74,7 +74,6 @@ def anchor_lengths(
             anchors,
             block_size=variant.block_size,
             mask_token_id=variant.drafter.mask_token_id,
-            num_positions=seq_len,
         )
         hidden = draft_blocks(
             weights.drafter,
@@ -82,7 +81,6 @@ def anchor_lengths(
             jnp.take(embedding, inputs.tokens, axis=0),
             inputs.positions,
             context,
-            inputs.context_mask,
             num_layers=variant.num_layers,
         )
         drafts = draft_tokens(weights, hidden[:, :, 1:])

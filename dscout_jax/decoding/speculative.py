@@ -164,7 +164,6 @@ def draft(
         start[:, None],
         block_size=variant.block_size,
         mask_token_id=variant.drafter.mask_token_id,
-        num_positions=context.keys[0].shape[2],
     )
     hidden = draft_blocks(
         weights.drafter,
@@ -172,7 +171,6 @@ def draft(
         embed(target_params, inputs.tokens),
         inputs.positions,
         context,
-        inputs.context_mask,
         num_layers=variant.num_layers,
     )[:, 0, 1:]  # [B, G-1, D]
     return draft_tokens(weights, hidden)

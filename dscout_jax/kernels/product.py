@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dscout_jax.kernels import native
+from dscout_jax.kernels.builder import Code
 
 MAX_ROWS = 24  # above, XLA's own product is as fast
 TILE = 4  # rows of weights that one step works on
@@ -67,7 +68,7 @@ def _on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x, weight)
 
 
-def _count_chunks(code: native.Code, values: Sequence[Any]) -> Any:
+def _count_chunks(code: Code, values: Sequence[Any]) -> Any:
     """About `CHUNK_BYTES` of weights each, and not more chunks than tiles."""
     *_, num_columns, num_outputs = values
     tiles = code.b.sdiv(num_outputs, code.index(TILE))
@@ -76,7 +77,7 @@ def _count_chunks(code: native.Code, values: Sequence[Any]) -> Any:
     return code.minimum(chunks, tiles)
 
 
-def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any) -> None:
+def _emit(code: Code, values: Sequence[Any], chunk: Any, num_chunks: Any) -> None:
     """Emits the rows of the result that belong to one chunk of the weights."""
     out, x, weight, num_rows, num_columns, num_outputs = values
     b, index = code.b, code.index
@@ -100,27 +101,30 @@ def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any)
     # alone, memory would rest during the others.
     lines = code.ceil_div(index(TILE), passes)
 
-    # Long rows are worked on in panels, so that tile and inputs stay in the first-level cache.
+    # Rows are worked on in panels, so that inputs and tile stay in the first-level cache.
     panel = code.ceil_div(num_columns, code.ceil_div(num_columns, index(PANEL)))
     panel = b.mul(code.ceil_div(panel, index(native.ALIGN)), index(native.ALIGN))
+    sums = code.array(code.vec, MAX_ROWS * TILE)
+    zero = code.ir.Constant(code.vec, [0.0] * code.lanes)
 
     row_bytes = b.mul(num_columns, index(4 * TILE))
     ahead = b.add(b.sdiv(index(AHEAD_BYTES), row_bytes), index(1))
     ahead = b.mul(ahead, b.mul(index(TILE), num_columns))
     with code.loop(bound(chunk), bound(b.add(chunk, index(1))), index(TILE)) as n:
+        with code.loop(index(0), b.mul(num_rows, index(TILE)), index(1)) as i:
+            b.store(zero, code.at(sums, i, code.vec))
         soon = code.variable(code.i64, b.add(b.mul(n, num_columns), ahead))
         with code.loop(index(0), num_columns, panel) as start:
             width = b.sub(code.minimum(b.add(start, panel), num_columns), start)
             first = code.at(weight, b.add(b.mul(n, num_columns), start))
-            adds = b.icmp_signed(">", start, index(0))
 
-            def multiply(m, count, n=n, soon=soon, start=start, width=width, tile=(first, adds)):
+            def multiply(m, count, soon=soon, start=start, width=width, first=first):
                 rows = [b.add(m, index(j)) for j in range(count)]
                 inputs = [code.at(x, b.add(b.mul(row, num_columns), start)) for row in rows]
-                results = [code.at(out, b.add(b.mul(row, num_outputs), n)) for row in rows]
+                totals = code.at(sums, b.mul(m, index(TILE)), code.vec)
                 at = code.get(soon, code.i64)
                 fetch = (code.at(weight, at), lines)
-                _emit_tile(code, num_columns, width, *tile, inputs, results, fetch)
+                _emit_tile(code, num_columns, width, first, inputs, totals, fetch)
                 b.store(b.add(at, b.mul(width, lines)), soon)
 
             with code.loop(index(0), full, index(group)) as m:
@@ -129,22 +133,31 @@ def _emit(code: native.Code, values: Sequence[Any], chunk: Any, num_chunks: Any)
                 multiply(m, 2)
             with code.loop(b.sub(num_rows, odd), num_rows, index(1)) as m:
                 multiply(m, 1)
+        with code.loop(index(0), num_rows, index(1)) as m:
+            row = code.at(sums, b.mul(m, index(TILE)), code.vec)
+            totals = code.add_lanes(
+                [b.load(code.at(row, i, code.vec), typ=code.vec) for i in range(TILE)]
+            )
+            totals = code.shuffle(totals, totals, range(TILE))
+            code.store(totals, code.at(out, b.add(b.mul(m, num_outputs), n)))
 
 
-def _emit_tile(code, num_columns, width, first, adds, inputs, results, fetch) -> None:
-    """Emits the products of `TILE` rows of weights with some inputs, and fetches lines ahead.
+def _emit_tile(code, num_columns, width, first, inputs, totals, fetch) -> None:
+    """Adds the products of `TILE` rows of weights with some inputs, and fetches lines ahead.
 
-    Over the first `width` columns from `first` and `inputs`; replaces the results, or adds to them.
+    Over the first `width` columns from `first` and `inputs`, into `TILE` vectors an input.
     """
-    zero = code.ir.Constant(code.vec, [0.0] * code.lanes)
-    sums = [[code.variable(code.vec, zero) for _ in range(TILE)] for _ in inputs]
+    places = [
+        [code.at(totals, TILE * j + i, code.vec) for i in range(TILE)] for j in range(len(inputs))
+    ]
+    sums = [[code.variable(code.vec, code.get(place)) for place in row] for row in places]
     soon, lines = fetch
     last = code.b.sub(lines, code.index(1))
-    steps = [code.minimum(code.index(i), last) for i in range(TILE)]
+    steps = [code.minimum(code.index(i), last) for i in range(1, TILE)]
     with code.loop(code.index(0), width, code.index(native.ALIGN)) as k:
         offsets = [code.b.add(k, code.b.mul(code.index(i), num_columns)) for i in range(TILE)]
         line = code.at(soon, code.b.mul(k, lines))
-        for step in steps:
+        for step in [code.index(0), *steps]:
             code.prefetch(code.at(line, code.b.mul(step, code.index(native.ALIGN))))
         for part in range(0, native.ALIGN, code.lanes):
             values = [code.load(code.at(code.at(given, k), part)) for given in inputs]
@@ -152,11 +165,6 @@ def _emit_tile(code, num_columns, width, first, adds, inputs, results, fetch) ->
                 weight = code.load(code.at(code.at(first, offset), part))
                 for value, slots in zip(values, sums, strict=True):
                     code.b.store(code.fma(value, weight, code.get(slots[i])), slots[i])
-    for slots, result in zip(sums, results, strict=True):
-        totals = code.add_lanes([code.get(slot) for slot in slots])
-        totals = code.shuffle(totals, totals, range(TILE))
-        with code.b.if_else(adds) as (add, replace):
-            with add:
-                code.store(code.b.fadd(code.load(result, totals.type), totals), result)
-            with replace:
-                code.store(totals, result)
+    for row, slots in zip(places, sums, strict=True):
+        for place, slot in zip(row, slots, strict=True):
+            code.b.store(code.get(slot), place)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from dscout_jax.config import DrafterConfig
+from dscout_jax.kernels import attention
 from dscout_jax.models.layers import (
     MASKED_SCORE,
     DecoderLayer,
@@ -46,21 +47,45 @@ def block_attention(
     q: jax.Array,
     context: tuple[jax.Array, jax.Array],
     block: tuple[jax.Array, jax.Array],
-    context_mask: jax.Array,
+    anchors: jax.Array,
     slot_mask: jax.Array | None,
 ) -> jax.Array:
-    """Attention of each block to the context and, in both directions, to itself.
+    """Attention of each block to the context before it and, in both directions, to itself.
 
     Args:
         q: [B, A, G, N, H].
         context: keys and values [B, K_h, S, H], shared by the blocks of a row.
         block: keys and values [B, A, K_h, G, H].
-        context_mask: [B, A, S] boolean, True = visible; positions strictly before the anchor.
+        anchors: [B, A] int32; context positions strictly before are visible.
         slot_mask: [B, A, G] boolean, True = the slot serves as a key; None = all do.
 
     Returns:
         [B, A, G, N * H].
     """
+    if q.shape[1] == 1 and slot_mask is None and attention.usable(q[:, 0], context[0]):
+        return _one_block(q, context, block, anchors)
+    return _blocks_masked(q, context, block, anchors, slot_mask)
+
+
+@jax.custom_jvp
+def _one_block(q, context, block, anchors):
+    return jax.lax.platform_dependent(
+        q, context, block, anchors, cpu=_one_block_on_cpu, default=_blocks_masked
+    )
+
+
+@_one_block.defjvp
+def _one_block_jvp(primals, tangents):
+    return jax.jvp(_blocks_masked, primals, tangents)
+
+
+def _one_block_on_cpu(q, context, block, anchors):
+    visible = jnp.broadcast_to(jnp.minimum(anchors, context[0].shape[2]), q.shape[::2][:2])
+    block = tuple(part[:, 0] for part in block)
+    return attention.cached_attention(q[:, 0], *context, visible, block)[:, None]
+
+
+def _blocks_masked(q, context, block, anchors, slot_mask=None):
     batch, num_blocks, num_slots, num_heads, head_dim = q.shape
     num_kv_heads, num_keys = context[0].shape[1:3]
     repeats = num_heads // num_kv_heads
@@ -72,7 +97,8 @@ def block_attention(
     ).reshape(batch, num_kv_heads, num_blocks, repeats * num_slots, num_keys)
     to_block = jnp.einsum("bakrh,bakgh->bkarg", grouped, block[0]).astype(jnp.float32)
 
-    to_context = jnp.where(context_mask[:, None, :, None, :], to_context, MASKED_SCORE)
+    before = jnp.arange(num_keys)[None, None, :] < anchors[:, :, None]  # [B, A, S]
+    to_context = jnp.where(before[:, None, :, None, :], to_context, MASKED_SCORE)
     if slot_mask is not None:
         to_block = jnp.where(slot_mask[:, None, :, None, :], to_block, MASKED_SCORE)
     # One softmax over both parts, without joining them: a copy of the scores costs more than them.
@@ -111,23 +137,23 @@ class Drafter(nn.Module):
         pairs = [layer.self_attn.keys_values(context, rotary) for layer in self.layers[:num_layers]]
         return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
-    def blocks(self, embeddings, positions, context, context_mask, slot_mask, num_layers):
+    def blocks(self, embeddings, positions, context, slot_mask, num_layers):
         """See `draft_blocks`."""
         cfg = self.config
         rotary = rotary_table(positions, cfg.head_dim, cfg.rope_theta)
+        anchors = positions[:, :, 0]
         x = embeddings
         for index, layer in enumerate(self.layers[:num_layers]):
             q, k, v = layer.project(x, rotary)
             pair = (context.keys[index], context.values[index])
-            x = layer.finish(x, block_attention(q, pair, (k, v), context_mask, slot_mask))
+            x = layer.finish(x, block_attention(q, pair, (k, v), anchors, slot_mask))
         return self.norm(x)
 
     def everything(self, features, embeddings):
         """Touches every parameter once, for initialisation."""
         context = self.context(features, jnp.zeros((1, 1), jnp.int32), None)
         position = jnp.zeros((1, 1, 1), jnp.int32)
-        visible = jnp.ones((1, 1, 1), bool)
-        return self.blocks(embeddings, position, context, visible, None, None)
+        return self.blocks(embeddings, position, context, None, None)
 
 
 @flax.struct.dataclass
@@ -137,12 +163,10 @@ class BlockInputs:
     Attributes:
         tokens: [B, A, G] int32, the anchor in slot 0, the mask id elsewhere.
         positions: [B, A, G] int32 absolute positions, anchor + slot.
-        context_mask: [B, A, S] boolean, True strictly before the anchor.
     """
 
     tokens: jax.Array
     positions: jax.Array
-    context_mask: jax.Array
 
 
 def block_inputs(
@@ -151,7 +175,6 @@ def block_inputs(
     *,
     block_size: int,
     mask_token_id: int,
-    num_positions: int,
 ) -> BlockInputs:
     """Builds what the drafter sees of blocks that start at `anchors`.
 
@@ -160,7 +183,6 @@ def block_inputs(
         anchors: [B, A] int32 absolute positions.
         block_size: G, static.
         mask_token_id: id of the masked slots.
-        num_positions: S, static, context positions.
     """
     shape = (*anchors.shape, block_size)
     slots = jnp.arange(block_size)[None, None, :]
@@ -168,7 +190,6 @@ def block_inputs(
     return BlockInputs(
         tokens=jnp.where(slots == 0, known, mask_token_id),
         positions=anchors[:, :, None] + slots,
-        context_mask=jnp.arange(num_positions)[None, None, :] < anchors[:, :, None],
     )
 
 
@@ -226,7 +247,6 @@ def draft_blocks(
     embeddings: jax.Array,
     positions: jax.Array,
     context: Context,
-    context_mask: jax.Array,
     *,
     slot_mask: jax.Array | None = None,
     num_layers: int | None = None,
@@ -238,8 +258,7 @@ def draft_blocks(
         config: their shapes.
         embeddings: [B, A, G, D] target embeddings of the block's tokens (anchor, then masks).
         positions: [B, A, G] int32, anchor position + slot.
-        context: of `project_context`, S positions.
-        context_mask: [B, A, S] boolean, True for positions strictly before the block's anchor.
+        context: of `project_context`, S positions; a block sees those strictly before its anchor.
         slot_mask: [B, A, G] boolean; False removes a slot as a key (its output means nothing).
         num_layers: static depth d; None = all layers.
 
@@ -252,7 +271,6 @@ def draft_blocks(
         embeddings,
         positions,
         context,
-        context_mask,
         slot_mask,
         num_layers,
         method=Drafter.blocks,

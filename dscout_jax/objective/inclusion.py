@@ -92,7 +92,6 @@ def make_blocks(
         anchors,
         block_size=block_size,
         mask_token_id=mask_token_id,
-        num_positions=seq_len,
     )
     at = jnp.minimum(inputs.positions, seq_len - 1)
     usable = inputs.positions < length[:, None, None]

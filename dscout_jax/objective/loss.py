@@ -151,7 +151,6 @@ def horizon_sums(
         jnp.take(frozen.embedding, blocks.inputs.tokens, axis=0),
         blocks.inputs.positions,
         context,
-        blocks.inputs.context_mask,
     )
     decay = WEIGHTINGS[objective.weighting](block_size, objective.gamma)
     weight = jnp.where(blocks.included, decay[None, None], 0.0)  # [B, A, G]

@@ -36,7 +36,6 @@ def run(tiny, features, tokens, anchors, block_size=4, slot_mask=None, num_layer
         anchors,
         block_size=block_size,
         mask_token_id=tiny.drafter.mask_token_id,
-        num_positions=SEQ_LEN,
     )
     return draft_blocks(
         params,
@@ -44,7 +43,6 @@ def run(tiny, features, tokens, anchors, block_size=4, slot_mask=None, num_layer
         embed(tiny.params, inputs.tokens),
         inputs.positions,
         context,
-        inputs.context_mask,
         slot_mask=slot_mask,
         num_layers=num_layers,
     )
@@ -67,6 +65,22 @@ def test_overlapping_blocks_do_not_see_each_other(tiny, row):
     alone = run(tiny, features, tokens, jnp.array([[7], [9]]))
     np.testing.assert_allclose(together[:, 1], alone[:, 0], atol=2e-6)
     np.testing.assert_allclose(together[0, 0], together[0, 2], atol=2e-6)
+
+
+def test_one_block_a_row_has_the_gradient_of_several(tiny, row):
+    features, tokens = row
+    anchors = jnp.array([[6], [9]])
+
+    def loss(params, features, slot_mask):
+        drafter = SimpleNamespace(params=tiny.params, drafter=tiny.drafter, drafter_params=params)
+        return jnp.square(run(drafter, features, tokens, anchors, slot_mask=slot_mask)).sum()
+
+    # A mask without effect keeps to the way that serves several blocks.
+    gradients = [
+        jax.grad(loss, argnums=(0, 1))(tiny.drafter_params, features, mask)
+        for mask in (None, jnp.ones((2, 1, 4), bool))
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients)
 
 
 def test_a_masked_slot_equals_a_shorter_block(tiny, row):
@@ -105,7 +119,6 @@ def test_positions_are_absolute_and_the_cache_may_be_longer_than_the_context(tin
         anchors,
         block_size=4,
         mask_token_id=12,
-        num_positions=SEQ_LEN + 7,
     )
     out = draft_blocks(
         tiny.drafter_params,
@@ -113,7 +126,6 @@ def test_positions_are_absolute_and_the_cache_may_be_longer_than_the_context(tin
         embed(tiny.params, inputs.tokens),
         inputs.positions,
         longer,
-        inputs.context_mask,
     )
     np.testing.assert_allclose(out, base, atol=2e-6)
 

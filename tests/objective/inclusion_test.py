@@ -58,12 +58,6 @@ def test_a_block_holds_anchor_and_masks_and_its_labels_sit_at_their_own_position
     assert out.included[0].tolist() == [[False, True, True, True], [False, True, False, False]]
 
 
-def test_the_context_of_a_block_ends_strictly_before_its_anchor():
-    out = blocks([[10, 11, 12, 13, 14, 15]], [6], [[3, 0]], [[True, True]])
-    assert out.inputs.context_mask[0, 0].tolist() == [True] * 3 + [False] * 3
-    assert not out.inputs.context_mask[0, 1].any()
-
-
 def test_a_label_outside_the_draft_vocabulary_ends_the_block_but_may_be_an_anchor():
     allowed = jnp.array([[True, False, True, False, True, True]])
     out = blocks([[10, 11, 12, 13, 14, 15]], [6], [[1, 3]], [[True, True]], label_mask=allowed)
