@@ -46,15 +46,19 @@ def usable(q: jax.Array, k: jax.Array) -> bool:
 
 def cached_attention(
     q: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
     k: jax.Array,
     v: jax.Array,
     visible: jax.Array,
     block: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns softmax(q k^T / sqrt(H)) v, [B, T, N * H], on CPU only and without a gradient.
+    """Returns softmax(r(q) k^T / sqrt(H)) v, [B, T, N * H], on CPU only and without a gradient.
+
+    Queries are rotated here, not before: XLA would compute sines and cosines anew in each layer.
 
     Args:
         q: [B, T, N, H] float32, H a multiple of 16.
+        rotary: cos and sin that rotate the halves of `q`, each [B, T, H/2].
         k: [B, K_h, S, H].
         v: [B, K_h, S, H].
         visible: [B, T] int32 in [0, S], the number of keys that each query sees; not 0 without
@@ -64,10 +68,10 @@ def cached_attention(
     batch, num_tokens, num_heads, head_dim = q.shape
     sharing = num_heads // k.shape[1]
     group = max(size for size in range(1, GROUP + 1) if sharing % size == 0)
-    arrays = (q, visible.astype(jnp.int32), k, v, *(block or ()))
+    arrays = (q, *rotary, visible.astype(jnp.int32), k, v, *(block or ()))
     addresses = [("rets", 0, None), *(("args", i, None) for i in range(len(arrays)))]
-    sizes = [("args", i, 2) for i in range(2, len(arrays), 2)]  # S and G
-    sizes += [("args", 2, 1), ("args", 0, 3), ("args", 0, 0), ("args", 0, 1), ("args", 0, 2)]
+    sizes = [("args", i, 2) for i in range(4, len(arrays), 2)]  # S and G
+    sizes += [("args", 4, 1), ("args", 0, 3), ("args", 0, 0), ("args", 0, 1), ("args", 0, 2)]
     name = native.register(
         f"dscout_attention_{head_dim}_{group}_{len(arrays)}",
         *_bodies(head_dim, group),
@@ -94,7 +98,7 @@ def _emit(
 ) -> None:
     """Emits the attention of one token's query heads that belong together."""
     del num_chunks
-    out, q, visible, *sources, num_kv, width, _, num_tokens, num_heads = values
+    out, q, cos, sin, visible, *sources, num_kv, width, _, num_tokens, num_heads = values
     num_sources = len(sources) // 3  # keys, values and size of each
     b, index = code.b, code.index
     # Tokens come last: those that read the same keys are worked on at the same time.
@@ -105,13 +109,33 @@ def _emit(
     token = b.add(b.mul(row, num_tokens), token)
     at = b.mul(b.add(b.mul(token, num_heads), head), index(head_dim))
 
-    softmax = _Softmax(code, head_dim, group, code.at(q, at), width)
+    cos, sin = (code.at(table, b.mul(token, index(head_dim // 2))) for table in (cos, sin))
+    queries = _rotate(code, head_dim, group, code.at(q, at), cos, sin)
+    softmax = _Softmax(code, head_dim, group, queries, width)
     seen = b.sext(code.load(code.at(visible, token, code.i32), code.i32), code.i64)
     for i, size in enumerate(sources[2 * num_sources :]):
         first = b.mul(b.mul(kv, size), index(head_dim))
         keys, contents = (code.at(array, first) for array in sources[2 * i : 2 * i + 2])
         softmax.add(keys, contents, seen if i == 0 else size)
     softmax.finish(code.at(out, at))
+
+
+def _rotate(code, head_dim, group, queries, cos, sin) -> Any:
+    """Returns the address of the queries [group, H], their halves rotated."""
+    b, half = code.b, head_dim // 2
+    rotated = code.array(code.f32, group * head_dim)
+    vector = code.ir.VectorType(code.f32, native.ALIGN // 2)
+    for part in range(0, half, native.ALIGN // 2):
+        c, s = (code.load(code.at(table, part), vector) for table in (cos, sin))
+        for start in range(part, group * head_dim, head_dim):
+            first, second = (
+                code.load(code.at(queries, at), vector) for at in (start, start + half)
+            )
+            turned = b.fsub(b.fmul(first, c), b.fmul(second, s))
+            code.store(turned, code.at(rotated, start))
+            turned = b.fadd(b.fmul(second, c), b.fmul(first, s))
+            code.store(turned, code.at(rotated, start + half))
+    return rotated
 
 
 class _Softmax:

@@ -44,7 +44,8 @@ class Code:
     def load(self, address: Any, kind: Any = None) -> Any:
         """Loads a `kind` (a vector of floats by default) from an address of any alignment."""
         kind = kind or self.vec
-        return self.b.load(address, typ=kind, align=4 if kind in (self.vec, self.f32) else None)
+        floats = kind == self.f32 or isinstance(kind, self.ir.VectorType)
+        return self.b.load(address, typ=kind, align=4 if floats else None)
 
     def store(self, value: Any, address: Any) -> None:
         """Stores floats at an address of any alignment."""

@@ -26,6 +26,7 @@ from dscout_jax.models.layers import (
     RMSNorm,
     group_queries,
     rotary_table,
+    rotate,
     ungroup_queries,
 )
 
@@ -45,6 +46,7 @@ class Context:
 
 def block_attention(
     q: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
     context: tuple[jax.Array, jax.Array],
     block: tuple[jax.Array, jax.Array],
     anchors: jax.Array,
@@ -53,7 +55,8 @@ def block_attention(
     """Attention of each block to the context before it and, in both directions, to itself.
 
     Args:
-        q: [B, A, G, N, H].
+        q: [B, A, G, N, H] queries, not rotated yet.
+        rotary: `rotary_table` of their positions.
         context: keys and values [B, K_h, S, H], shared by the blocks of a row.
         block: keys and values [B, A, K_h, G, H].
         anchors: [B, A] int32; context positions strictly before are visible.
@@ -63,14 +66,14 @@ def block_attention(
         [B, A, G, N * H].
     """
     if q.shape[1] == 1 and slot_mask is None and attention.usable(q[:, 0], context[0]):
-        return _one_block(q, context, block, anchors)
-    return _blocks_masked(q, context, block, anchors, slot_mask)
+        return _one_block(q, rotary, context, block, anchors)
+    return _blocks_masked(q, rotary, context, block, anchors, slot_mask)
 
 
 @jax.custom_jvp
-def _one_block(q, context, block, anchors):
+def _one_block(q, rotary, context, block, anchors):
     return jax.lax.platform_dependent(
-        q, context, block, anchors, cpu=_one_block_on_cpu, default=_blocks_masked
+        q, rotary, context, block, anchors, cpu=_one_block_on_cpu, default=_blocks_masked
     )
 
 
@@ -79,17 +82,17 @@ def _one_block_jvp(primals, tangents):
     return jax.jvp(_blocks_masked, primals, tangents)
 
 
-def _one_block_on_cpu(q, context, block, anchors):
+def _one_block_on_cpu(q, rotary, context, block, anchors):
     visible = jnp.broadcast_to(jnp.minimum(anchors, context[0].shape[2]), q.shape[::2][:2])
-    block = tuple(part[:, 0] for part in block)
-    return attention.cached_attention(q[:, 0], *context, visible, block)[:, None]
+    q, rotary, block = jax.tree.map(lambda part: part[:, 0], (q, rotary, block))
+    return attention.cached_attention(q, rotary, *context, visible, block)[:, None]
 
 
-def _blocks_masked(q, context, block, anchors, slot_mask=None):
+def _blocks_masked(q, rotary, context, block, anchors, slot_mask=None):
     batch, num_blocks, num_slots, num_heads, head_dim = q.shape
     num_kv_heads, num_keys = context[0].shape[1:3]
     repeats = num_heads // num_kv_heads
-    grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, A, K_h, gG, H]
+    grouped = group_queries(rotate(q, rotary) * head_dim**-0.5, num_kv_heads)  # [B, A, K_h, gG, H]
     # All blocks of a row meet the context in one product: [B, K_h, A * gG, H] x [B, K_h, S, H].
     flat = jnp.swapaxes(grouped, 1, 2).reshape(batch, num_kv_heads, -1, head_dim)
     to_context = jnp.einsum(
@@ -146,7 +149,7 @@ class Drafter(nn.Module):
         for index, layer in enumerate(self.layers[:num_layers]):
             q, k, v = layer.project(x, rotary)
             pair = (context.keys[index], context.values[index])
-            x = layer.finish(x, block_attention(q, pair, (k, v), anchors, slot_mask))
+            x = layer.finish(x, block_attention(q, rotary, pair, (k, v), anchors, slot_mask))
         return self.norm(x)
 
     def everything(self, features, embeddings):

@@ -82,11 +82,18 @@ def ungroup_queries(out: jax.Array, num_tokens: int) -> jax.Array:
     return out.reshape(*lead, num_tokens, k * (gt // num_tokens) * h)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+def attend(
+    q: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+) -> jax.Array:
     """Grouped-query attention over a cache; each query sees a prefix of it.
 
     Args:
-        q: [B, T, N, H] rotated queries.
+        q: [B, T, N, H] queries, not rotated yet.
+        rotary: `rotary_table` of their positions.
         k: [B, K_h, S, H] rotated keys, in the layout of the cache: it is read without a copy.
         v: [B, K_h, S, H].
         visible: [B, T] int32 in [1, S], the number of keys that each query sees.
@@ -98,15 +105,15 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.
     """
     if attention.usable(q, k):
         return jax.lax.platform_dependent(
-            q, k, v, visible, cpu=attention.cached_attention, default=_attend_masked
+            q, rotary, k, v, visible, cpu=attention.cached_attention, default=_attend_masked
         )
-    return _attend_masked(q, k, v, visible)
+    return _attend_masked(q, rotary, k, v, visible)
 
 
-def _attend_masked(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+def _attend_masked(q, rotary, k, v, visible):
     num_tokens, num_heads, head_dim = q.shape[1:]
     num_kv_heads = k.shape[1]
-    grouped = group_queries(q * head_dim**-0.5, num_kv_heads)  # [B, K_h, gT, H]
+    grouped = group_queries(rotate(q, rotary) * head_dim**-0.5, num_kv_heads)  # [B, K_h, gT, H]
     scores = jnp.einsum("bkrh,bksh->bkrs", grouped, k, preferred_element_type=jnp.float32)
     repeats = num_heads // num_kv_heads
     mask = jnp.arange(k.shape[2])[None, None] < visible[:, :, None]  # [B, T, S]
@@ -134,13 +141,11 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(cfg.rms_norm_eps)
             self.k_norm = RMSNorm(cfg.rms_norm_eps)
 
-    def queries(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Rotated queries [..., T, N, H] of normalised inputs [..., T, D]."""
+    def queries(self, x: jax.Array) -> jax.Array:
+        """Queries [..., T, N, H], not rotated yet, of normalised inputs [..., T, D]."""
         cfg = self.config
         q = self.q_proj(x).reshape(*x.shape[:-1], cfg.num_attention_heads, cfg.head_dim)
-        if cfg.qk_norm:
-            q = self.q_norm(q)
-        return rotate(q, rotary)
+        return self.q_norm(q) if cfg.qk_norm else q
 
     def keys_values(
         self, x: jax.Array, rotary: tuple[jax.Array, jax.Array]
@@ -188,9 +193,9 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(self.config)
 
     def project(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array]):
-        """Queries [..., T, N, H] and keys, values [..., K_h, T, H] of the residual [..., T, D]."""
+        """Queries [..., T, N, H], rotated keys and values [..., K_h, T, H] of the residual."""
         x = self.input_layernorm(x)
-        return self.self_attn.queries(x, rotary), *self.self_attn.keys_values(x, rotary)
+        return self.self_attn.queries(x), *self.self_attn.keys_values(x, rotary)
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Residual [..., T, D] after attention output [..., T, N * H] and MLP are added."""

@@ -64,7 +64,7 @@ class Target(nn.Module):
                 v = write(cache.values[index], v, offset)
                 keys.append(k)
                 values.append(v)
-            x = layer.finish(x, attend(q, k, v, visible))
+            x = layer.finish(x, attend(q, rotary, k, v, visible))
             if index in tap_ids:
                 taps.append(x)
         if cache is not None:
