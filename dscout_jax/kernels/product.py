@@ -20,7 +20,7 @@ TILE = 4  # rows of weights that one step works on
 GROUP = {16: 4, 8: 3}  # lanes: rows of inputs in a step, as many as the registers hold
 PANEL = 1024  # columns at most in one pass
 CHUNK_BYTES = 1 << 18  # weights in one chunk
-AHEAD_BYTES = 1 << 14  # how far ahead weights are fetched
+AHEAD_BYTES = 1 << 13  # how far ahead weights are fetched, to the next whole tile
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
