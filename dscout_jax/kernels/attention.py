@@ -71,7 +71,8 @@ def cached_attention(
     arrays = (q, *rotary, visible.astype(jnp.int32), k, v, *(block or ()))
     addresses = [("rets", 0, None), *(("args", i, None) for i in range(len(arrays)))]
     sizes = [("args", i, 2) for i in range(4, len(arrays), 2)]  # S and G
-    sizes += [("args", 4, 1), ("args", 0, 3), ("args", 0, 0), ("args", 0, 1), ("args", 0, 2)]
+    sizes += [("args", 4, 1), ("args", 0, 3)]  # K_h and H
+    sizes += [("args", 0, 0), ("args", 0, 1), ("args", 0, 2)]  # B, T and N
     name = native.register(
         f"dscout_attention_{head_dim}_{group}_{len(arrays)}",
         *_bodies(head_dim, group),
@@ -98,7 +99,7 @@ def _emit(
 ) -> None:
     """Emits the attention of one token's query heads that belong together."""
     del num_chunks
-    out, q, cos, sin, visible, *sources, num_kv, width, _, num_tokens, num_heads = values
+    out, q, cos, sin, visible, *sources, num_kv, some_dim, _, num_tokens, num_heads = values
     num_sources = len(sources) // 3  # keys, values and size of each
     b, index = code.b, code.index
     # Tokens come last: those that read the same keys are worked on at the same time.
@@ -111,7 +112,7 @@ def _emit(
 
     cos, sin = (code.at(table, b.mul(token, index(head_dim // 2))) for table in (cos, sin))
     queries = _rotate(code, head_dim, group, code.at(q, at), cos, sin)
-    softmax = _Softmax(code, head_dim, group, queries, width)
+    softmax = _Softmax(code, head_dim, group, queries, some_dim)
     seen = b.sext(code.load(code.at(visible, token, code.i32), code.i32), code.i64)
     for i, size in enumerate(sources[2 * num_sources :]):
         first = b.mul(b.mul(kv, size), index(head_dim))
@@ -141,7 +142,7 @@ def _rotate(code, head_dim, group, queries, cos, sin) -> Any:
 class _Softmax:
     """A running softmax of some queries over the keys that are added to it."""
 
-    def __init__(self, code: Code, head_dim: int, group: int, queries: Any, width: Any):
+    def __init__(self, code: Code, head_dim: int, group: int, queries: Any, some_dim: Any):
         """Starts without a key.
 
         Args:
@@ -149,10 +150,10 @@ class _Softmax:
             head_dim: H.
             group: number of queries.
             queries: address of the queries, [group, H].
-            width: H as a 64-bit value that the compiler does not know.
+            some_dim: H once more, as a 64-bit value that the compiler does not know.
         """
         self.code, self.head_dim, self.group = code, head_dim, group
-        self.queries, self.width = queries, width
+        self.queries, self.some_dim = queries, some_dim
         zero = code.splat(code.number(0.0))
         lowest = code.splat(code.number(NEVER))
         self.peaks = [code.variable(code.vec, lowest) for _ in range(group)]
@@ -195,7 +196,7 @@ class _Softmax:
             zero = code.splat(code.number(0.0))
             sums = [[code.variable(code.vec, zero) for _ in rows] for _ in range(self.group)]
             # A loop, not unrolled: otherwise the compiler keeps more at hand than registers hold.
-            with code.loop(index(0), self.width, index(code.lanes)) as part:
+            with code.loop(index(0), self.some_dim, index(code.lanes)) as part:
                 given = [
                     code.load(code.at(code.at(self.queries, i * self.head_dim), part))
                     for i in range(self.group)

@@ -135,9 +135,7 @@ def _emit(code: Code, values: Sequence[Any], chunk: Any, num_chunks: Any) -> Non
                 multiply(m, 1)
         with code.loop(index(0), num_rows, index(1)) as m:
             row = code.at(sums, b.mul(m, index(TILE)), code.vec)
-            totals = code.add_lanes(
-                [b.load(code.at(row, i, code.vec), typ=code.vec) for i in range(TILE)]
-            )
+            totals = code.add_lanes([code.get(code.at(row, i, code.vec)) for i in range(TILE)])
             totals = code.shuffle(totals, totals, range(TILE))
             code.store(totals, code.at(out, b.add(b.mul(m, num_outputs), n)))
 
@@ -153,11 +151,11 @@ def _emit_tile(code, num_columns, width, first, inputs, totals, fetch) -> None:
     sums = [[code.variable(code.vec, code.get(place)) for place in row] for row in places]
     soon, lines = fetch
     last = code.b.sub(lines, code.index(1))
-    steps = [code.minimum(code.index(i), last) for i in range(1, TILE)]
+    steps = [code.minimum(code.index(i), last) for i in range(TILE)]
     with code.loop(code.index(0), width, code.index(native.ALIGN)) as k:
         offsets = [code.b.add(k, code.b.mul(code.index(i), num_columns)) for i in range(TILE)]
         line = code.at(soon, code.b.mul(k, lines))
-        for step in [code.index(0), *steps]:
+        for step in steps:
             code.prefetch(code.at(line, code.b.mul(step, code.index(native.ALIGN))))
         for part in range(0, native.ALIGN, code.lanes):
             values = [code.load(code.at(code.at(given, k), part)) for given in inputs]

@@ -83,7 +83,8 @@ def _one_block_jvp(primals, tangents):
 
 
 def _one_block_on_cpu(q, rotary, context, block, anchors):
-    visible = jnp.broadcast_to(jnp.minimum(anchors, context[0].shape[2]), q.shape[::2][:2])
+    visible = jnp.minimum(anchors, context[0].shape[2])  # [B, 1]
+    visible = jnp.broadcast_to(visible, (q.shape[0], q.shape[2]))
     q, rotary, block = jax.tree.map(lambda part: part[:, 0], (q, rotary, block))
     return attention.cached_attention(q, rotary, *context, visible, block)[:, None]
 

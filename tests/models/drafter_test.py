@@ -59,6 +59,16 @@ def test_features_at_or_after_an_anchor_change_nothing_and_those_before_do(tiny,
     assert np.abs(before[:, 0] - base[:, 0]).max() > 1e-3
 
 
+def test_a_lone_block_sees_features_strictly_before_its_anchor_only(tiny, row):
+    features, tokens = row
+    anchors = jnp.array([[6], [9]])
+    base = run(tiny, features, tokens, anchors)
+    later = run(tiny, features.at[0, 6:].add(10.0).at[1, 9:].add(10.0), tokens, anchors)
+    np.testing.assert_array_equal(later, base)
+    before = run(tiny, features.at[0, 5].add(10.0).at[1, 8].add(10.0), tokens, anchors)
+    assert (np.abs(before - base).max(axis=(1, 2, 3)) > 1e-3).all()
+
+
 def test_overlapping_blocks_do_not_see_each_other(tiny, row):
     features, tokens = row
     together = run(tiny, features, tokens, jnp.array([[6, 7, 6], [8, 9, 10]]))
