@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.decoding.speculative import Variant, make_draft_weights
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.report import write_samples

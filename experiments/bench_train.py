@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dscout_jax.config import from_config_dict
+from dscout_jax.config.experiment import from_config_dict
 from dscout_jax.data.responses import Response
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.report import write_samples
 from dscout_jax.files import require_writable
-from dscout_jax.objective.loss import chunked_slots
+from dscout_jax.objective.slots import Schedule, Slots, chunked_slots
 from dscout_jax.throughput.latency import interleave, medians
 from dscout_jax.training.setup import Setup, prepare
 from dscout_jax.weights.targets import load_target
@@ -67,13 +67,19 @@ def make_setup(args: argparse.Namespace) -> Setup:
 
 
 def head_inputs(setup: Setup) -> list[tuple]:
-    """Returns hidden states, head, labels and weights of each horizon, as the loss sees them."""
+    """Returns hidden states, head, slots and schedule of each horizon, as the loss sees them."""
     head = setup.frozen.tables.head
     inputs = []
     for block_size, anchors in setup.config.objective.horizons:
         shape = (setup.config.train.batch_size * anchors, block_size - 1)
         hidden = jnp.ones((*shape, head.shape[1])) / head.shape[1]
-        inputs.append((hidden, head, jnp.zeros(shape, jnp.int32), jnp.ones(shape)))
+        slots = Slots(
+            labels=jnp.zeros(shape, jnp.int32),
+            included=jnp.ones(shape, bool),
+            revealed=jnp.zeros(shape, bool),
+        )
+        schedule = Schedule(jnp.float32(1.0), jnp.ones(block_size - 1))
+        inputs.append((hidden, head, slots, schedule))
     return inputs
 
 
@@ -94,7 +100,7 @@ def make_timers(setup: Setup, batch: dict) -> dict:
     def head(parts):
         def total(hiddens):
             sums = (
-                chunked_slots(objective.chunk_blocks, objective.prediction, hidden, *part[1:])[0]
+                chunked_slots(objective, hidden.shape[1] + 1, hidden, *part[1:])[0]
                 for hidden, part in zip(hiddens, parts, strict=True)
             )
             return sum(sums)

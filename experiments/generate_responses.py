@@ -12,6 +12,7 @@ draw from a key folded from the prompt's id (a different batch shape can still s
 are nearly tied).
 """
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -75,6 +76,15 @@ _STOP_AT_LOOP = flags.DEFINE_boolean(
     True,
     f"End an answer once a {LOOP_NGRAM}-gram repeats; training cuts it there anyway.",
 )
+_FEATURES = flags.DEFINE_string(
+    "features",
+    None,
+    "Feature cache to fill on the way: the target's hidden states, which training reads, come free "
+    "with the answers and cost as much again later. Needs --tap_ids.",
+)
+_TAP_IDS = flags.DEFINE_list(
+    "tap_ids", None, "Target layers of --features, 0-based; drafter.target_layer_ids in training."
+)
 _CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Where model files are kept.")
 _STORE = flags.DEFINE_string("store", None, "Folder of the store to build from all answers.")
 _BUILD_STORE_ONLY = flags.DEFINE_boolean(
@@ -132,6 +142,21 @@ def parse_mixture(shares: Sequence[str] | None) -> Mapping[str, MixturePart]:
     return mixture
 
 
+def parse_tap_ids() -> tuple[int, ...]:
+    """Returns the layers whose hidden states are kept, none without `--features`.
+
+    Raises:
+        ValueError: one of the two flags is missing, or no increasing numbers were given.
+    """
+    if (_FEATURES.value is None) != (_TAP_IDS.value is None):
+        raise ValueError("--features and --tap_ids need each other")
+    given = _TAP_IDS.value or []
+    ids = tuple(int(entry) for entry in given if entry.strip().isdigit())
+    if len(ids) < len(given) or list(ids) != sorted(set(ids)):
+        raise ValueError(f"--tap_ids={','.join(given)} must be increasing numbers such as 1,8,14")
+    return ids
+
+
 def read_prompts() -> list[Prompt]:
     """Returns the prompts of `--prompts`, else of the mixture.
 
@@ -158,6 +183,7 @@ def answer_prompts() -> None:
         temperature=_TEMPERATURE.value,
         seed=_SEED.value,
         loop_ngram=LOOP_NGRAM if _STOP_AT_LOOP.value else None,
+        tap_ids=parse_tap_ids(),
     )
     prompts = read_prompts()[: _NUM_PROMPTS.value]
     elsewhere = {response.id for response in read_responses(_SKIP_JSONL.value)}
@@ -174,7 +200,15 @@ def answer_prompts() -> None:
         "loop_ngram": settings.loop_ngram,
         "dtype": "float32",
     }
-    with ResponseWriter(_OUTPUT.value, recorded) as writer:
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(ResponseWriter(_OUTPUT.value, recorded))
+        features = None
+        if settings.tap_ids:
+            from dscout_jax.data.features import FeatureWriter, feature_settings  # heavy
+
+            width = len(settings.tap_ids) * target.cfg.hidden_size
+            of_target = feature_settings(target.sha256, settings.tap_ids, width)
+            features = stack.enter_context(FeatureWriter(_FEATURES.value, of_target))
         todo = [p for p in prompts if p.id not in writer.done and p.id not in elsewhere]
         requests, num_long, num_inexpressible = encode_prompts(
             tokenizer, todo, settings.max_prompt_tokens
@@ -192,8 +226,13 @@ def answer_prompts() -> None:
             for finished in generate(
                 target.params, target.cfg, requests, tokenizer.stop_ids, settings
             ):
-                writer.append(finished)
-                num_tokens += sum(len(response.response) for response in finished)
+                responses = [answer.response for answer in finished]
+                writer.append(responses)
+                for answer in finished if features is not None else ():
+                    row = answer.response
+                    tokens = (row.prompt + row.response)[: len(answer.features)]
+                    features.add(row.id, tokens, answer.features)
+                num_tokens += sum(len(response.response) for response in responses)
                 speed = num_tokens / (time.monotonic() - start)
                 bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
                 bar.update(len(finished))

@@ -16,7 +16,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dscout_jax.config import ExperimentConfig, from_config_dict
+from dscout_jax.config.experiment import ExperimentConfig, from_config_dict
 from dscout_jax.evaluation.plots import training_curves
 from dscout_jax.files import require_writable
 from dscout_jax.training.inputs import load_responses

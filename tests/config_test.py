@@ -2,7 +2,9 @@ import dataclasses
 
 import pytest
 
-from dscout_jax.config import ConfigError, TargetConfig, from_config_dict, to_dict
+from dscout_jax.config.checks import ConfigError, to_dict
+from dscout_jax.config.experiment import from_config_dict
+from dscout_jax.config.models import TargetConfig
 
 
 def experiment(**changes):

@@ -25,7 +25,7 @@ from types import SimpleNamespace  # noqa: E402
 
 import pytest  # noqa: E402
 
-from dscout_jax.config import DrafterConfig, TargetConfig  # noqa: E402
+from dscout_jax.config.models import DrafterConfig, TargetConfig  # noqa: E402
 from dscout_jax.models.drafter import init_drafter  # noqa: E402
 from dscout_jax.models.target import init_target  # noqa: E402
 from dscout_jax.weights.download import WeightsError  # noqa: E402

@@ -252,8 +252,8 @@ def test_each_rule_sees_the_tree_that_breaks_it(tmp_path, rule, path, source):
 def test_a_tidy_tree_breaks_no_rule(tmp_path):
     sources = {
         "__init__.py": '"""Package."""',
-        "config.py": "import dataclasses",
-        "models/target.py": "from flax import linen\nfrom dscout_jax.config import TargetConfig",
+        "config/models.py": "import dataclasses",
+        "models/target.py": "from flax import linen\nfrom dscout_jax.config.models import Shape",
         "decoding/speculative.py": "import jax\nfrom dscout_jax.models import target\nf = jax.jit",
         "training/parallel.py": "import jax\nf = jax.jit",
         "data/prompts.py": "from . import loops\ntry:\n    pass\nexcept OSError:\n    pass",

@@ -1,22 +1,27 @@
 """Target features on disk, so that training need not run the target again each epoch.
 
-A cache folder holds `manifest.json` (what the features depend on) and numbered shards: the
-features of consecutive rows, end to end, as a [tokens, C * D] bfloat16 array in `.npy` form (raw
-16-bit words, since the format has no bfloat16), each with a small JSON file that carries its
-checksum. A shard is renamed into place once whole, so an interrupted writer goes on where it was.
+A cache folder holds `manifest.json` (what features depend on besides the tokens) and numbered
+shards in array_record form, one record a row: its features, [T, C * D] bfloat16. Beside each shard
+lies a JSON file that names the rows with their tokens; it is written last, so a shard without it is
+the rest of an interrupted run and is ignored. Rows are found by id, so a cache grows with the data,
+and a row may be cut shorter than it was when its features were computed.
+
+The last token of a row needs no features: nothing lies behind it that could attend to it.
 """
 
+import fcntl
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from absl import logging
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from dscout_jax.data.pipeline import ExampleSet, pad_batch
+from dscout_jax.data.pipeline import Example, pad_batch
 from dscout_jax.data.responses import check_settings
 from dscout_jax.files import write_json
 
@@ -24,204 +29,228 @@ FeaturesFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SHARD_ROWS = 128
 BYTES_PER_VALUE = 2
+_WRITER_OPTIONS = "group_size:1,uncompressed"  # one record at a time is read; bfloat16 is noise
+_READER_OPTIONS = "readahead_buffer_size:0"  # rows are read in no order
 
 
-def feature_settings(
-    examples: ExampleSet, target_sha256: str, tap_ids: Sequence[int], width: int
-) -> dict[str, Any]:
+def feature_settings(target_sha256: str, tap_ids: Sequence[int], width: int) -> dict[str, Any]:
     """Returns what a cache's features depend on; stored as its manifest and compared on opening.
 
     Args:
-        examples: the unsplit rows.
         target_sha256: digest of the target's weights.
         tap_ids: tapped layers, 0-based, in the order of the features.
         width: C * D, values of one token.
     """
     return {
+        "format": "array_record",
         "target_sha256": target_sha256,
         "tap_ids": [int(tap) for tap in tap_ids],
         "width": int(width),
         "dtype": "bfloat16",
-        "examples_fingerprint": examples.fingerprint(),
-        "num_rows": len(examples),
-        "num_tokens": sum(len(example.tokens) for example in examples),
-        "shard_rows": SHARD_ROWS,
     }
 
 
-def cache_num_bytes(settings: Mapping[str, Any]) -> int:
-    """Returns the bytes that the features of a cache take on disk."""
-    return settings["num_tokens"] * settings["width"] * BYTES_PER_VALUE
+def num_bytes(rows: Sequence[Example], settings: Mapping[str, Any]) -> int:
+    """Returns the bytes that the features of some rows take on disk."""
+    return sum(len(row.tokens) for row in rows) * settings["width"] * BYTES_PER_VALUE
 
 
-def write_feature_cache(
+class FeatureWriter:
+    """Appends rows to a cache, `SHARD_ROWS` to a shard; use it as a context manager.
+
+    Rows of a shard that is not full count only once the writer is closed.
+    """
+
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any]):
+        """Opens or creates the cache for writing.
+
+        Raises:
+            ValueError: the folder holds a cache made under other settings.
+            BlockingIOError: another process writes to it.
+        """
+        self._folder = Path(folder)
+        self._settings = settings
+        self._folder.mkdir(parents=True, exist_ok=True)
+        manifest = self._folder / "manifest.json"
+        if manifest.exists():
+            check_settings(_read_json(manifest), settings, where=f"feature cache {folder}")
+        else:
+            write_json(manifest, settings)
+        self._lock = open(self._folder / "lock", "w")  # noqa: SIM115 (closed by close)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise BlockingIOError(
+                f"feature cache {folder} is being written by another process; wait for it or give "
+                "another folder"
+            ) from error
+        for path in [*self._folder.glob("shard-*.tmp"), *_without_side_file(self._folder)]:
+            path.unlink()
+        self._number = 1 + max((int(p.stem[6:]) for p in _side_files(self._folder)), default=-1)
+        self._writer: ArrayRecordWriter | None = None
+        self._rows: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "FeatureWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, row_id: str, tokens: Sequence[int], features: np.ndarray) -> None:
+        """Adds the features of a row.
+
+        Args:
+            row_id: the prompt's id.
+            tokens: T token ids.
+            features: [T, C * D], any float dtype.
+
+        Raises:
+            ValueError: the features have another shape.
+        """
+        expected = (len(tokens), self._settings["width"])
+        if features.shape != expected:
+            raise ValueError(f"features of {row_id!r} have shape {features.shape}, not {expected}")
+        if self._writer is None:
+            self._writer = ArrayRecordWriter(str(self._temporary()), _WRITER_OPTIONS)
+        self._writer.write(features.astype(ml_dtypes.bfloat16).tobytes())
+        self._rows.append({"id": row_id, "tokens": [int(token) for token in tokens]})
+        if len(self._rows) == SHARD_ROWS:
+            self._finish_shard()
+
+    def close(self) -> None:
+        """Writes what is left as a smaller shard and releases the lock."""
+        if self._writer is not None:
+            self._finish_shard()
+        self._lock.close()
+
+    def _temporary(self) -> Path:
+        return _shard_path(self._folder, self._number).with_suffix(".tmp")
+
+    def _finish_shard(self) -> None:
+        self._writer.close()
+        path = _shard_path(self._folder, self._number)
+        with open(self._temporary(), "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._temporary(), path)
+        side = {"num_bytes": path.stat().st_size, "rows": self._rows}
+        write_json(path.with_suffix(".json"), side)
+        self._writer, self._rows, self._number = None, [], self._number + 1
+
+
+class FeatureCache:
+    """An opened cache; `cache[id]` are the [T, C * D] bfloat16 features of a row.
+
+    Raises (on opening):
+        FileNotFoundError: no cache there.
+        ValueError: made under other settings; the fields are named.
+    """
+
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any]):
+        """Opens what the cache holds now; rows that are added later are not seen.
+
+        Args:
+            folder: the cache.
+            settings: from `feature_settings`, compared with the manifest.
+        """
+        folder = Path(folder)
+        manifest = folder / "manifest.json"
+        if not manifest.is_file():
+            raise FileNotFoundError(f"no feature cache in {folder}: manifest.json is missing")
+        check_settings(_read_json(manifest), settings, where=f"feature cache {folder}")
+        self._folder = folder
+        self._width = settings["width"]
+        self._readers: dict[int, ArrayRecordReader] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._tokens: dict[str, np.ndarray] = {}
+        for side_file in _side_files(folder):
+            side, number = _read_json(side_file), int(side_file.stem[6:])
+            path = _shard_path(folder, number)
+            if not path.is_file() or path.stat().st_size != side["num_bytes"]:
+                logging.warning("%s is missing or torn: its rows are computed again", path)
+                continue
+            for index, row in enumerate(side["rows"]):
+                self._places[row["id"]] = (number, index)
+                self._tokens[row["id"]] = np.asarray(row["tokens"], np.int32)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def missing(self, examples: Sequence[Example]) -> list[Example]:
+        """Returns the rows without features.
+
+        Raises:
+            ValueError: features are there, but of another answer to the same prompt.
+        """
+        missing = []
+        for example in examples:
+            cached = self._tokens.get(example.id)
+            if cached is None or len(cached) < len(example.tokens) - 1:
+                missing.append(example)
+            elif not np.array_equal(cached[: len(example.tokens)], example.tokens[: len(cached)]):
+                raise ValueError(
+                    f"feature cache {self._folder} holds the features of another answer to "
+                    f"{example.id!r}; give another folder or delete the cache"
+                )
+        return missing
+
+    def __getitem__(self, row_id: str) -> np.ndarray:
+        number, index = self._places[row_id]
+        if number not in self._readers:
+            path = _shard_path(self._folder, number)
+            self._readers[number] = ArrayRecordReader(str(path), _READER_OPTIONS)
+        try:
+            (record,) = self._readers[number].read([index])
+        except RuntimeError as error:
+            path = _shard_path(self._folder, number)
+            raise ValueError(f"{path} is damaged; delete it and run again: {error}") from error
+        return np.frombuffer(record, ml_dtypes.bfloat16).reshape(-1, self._width)
+
+
+def fill_feature_cache(
     folder: str | Path,
-    examples: ExampleSet,
+    examples: Sequence[Example],
     settings: Mapping[str, Any],
     features_fn: FeaturesFn,
     *,
     batch_size: int = 8,
     length_multiple: int = 64,
 ) -> Iterator[int]:
-    """Writes the missing shards of a cache and yields the rows done so far after each of them.
+    """Computes the rows that a cache lacks; yields after each shard how many are still missing.
 
-    Nothing happens until the result is iterated. Print `cache_num_bytes(settings)` before.
+    Nothing happens until the result is iterated; an interrupted run goes on where it was.
 
     Args:
         folder: the cache; made where missing.
-        examples: the unsplit rows.
+        examples: rows.
         settings: from `feature_settings`.
         features_fn: `(tokens [B, T], length [B]) -> features [B, T, C * D]`, any float dtype; T is
-            a multiple of `length_multiple`, at most S rounded up.
-        batch_size: B, the last batch of a shard is filled with empty rows.
+            a multiple of `length_multiple`.
+        batch_size: B; a last batch is filled with empty rows.
         length_multiple: rows are padded to a multiple of this many tokens only.
 
     Raises:
-        ValueError: the folder holds a cache made under other settings, or `features_fn` returns
-            another shape.
-        OSError: the disk has not enough room for the shards that are missing.
+        ValueError: the folder holds a cache made under other settings or of other answers, or
+            `features_fn` returns another shape.
+        OSError: the disk has not enough room for what is missing.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = folder / "manifest.json"
-    if manifest.exists():
-        check_settings(_read_json(manifest), settings, where=f"feature cache {folder}")
-    missing = [shard for shard in range(_num_shards(settings)) if not _is_whole(folder, shard)]
-    _check_room(folder, examples, settings, missing)
-    write_json(manifest, settings)
-    for shard in missing:
-        rows = _shard_rows(settings, shard)
-        features = _compute_shard(
-            examples, rows, settings["width"], features_fn, batch_size, length_multiple
-        )
-        _write_shard(folder, shard, features)
-        yield rows.stop
+    with FeatureWriter(folder, settings) as writer:
+        missing = FeatureCache(folder, settings).missing(examples)
+        _check_room(Path(folder), num_bytes(missing, settings))
+        for start in range(0, len(missing), SHARD_ROWS):
+            shard = missing[start : start + SHARD_ROWS]
+            shard.sort(key=lambda example: len(example.tokens))  # little padding
+            for first in range(0, len(shard), batch_size):
+                rows = shard[first : first + batch_size]
+                padded = -(-len(rows[-1].tokens) // length_multiple) * length_multiple
+                batch = pad_batch(rows, padded, batch_size=batch_size)
+                features = np.asarray(features_fn(batch["tokens"], batch["length"]))
+                for index, row in enumerate(rows):
+                    writer.add(row.id, row.tokens, features[index, : len(row.tokens)])
+            yield max(len(missing) - start - SHARD_ROWS, 0)
 
 
-class FeatureCache:
-    """An opened cache; `cache[row]` are the [T, C * D] bfloat16 features of a row.
-
-    Attributes:
-        settings: the manifest.
-    """
-
-    def __init__(
-        self, folder: str | Path, examples: ExampleSet, settings: Mapping[str, Any],
-        *, verify: bool = False,
-    ):  # fmt: skip
-        """Opens a cache, memory-mapped.
-
-        Args:
-            folder: the cache.
-            examples: the unsplit rows it was made from.
-            settings: from `feature_settings`, compared with the manifest.
-            verify: also compare each shard's checksum (reads all of it).
-
-        Raises:
-            FileNotFoundError: no cache there.
-            ValueError: made under other settings (the fields are named), unfinished, or torn.
-        """
-        folder = Path(folder)
-        manifest = folder / "manifest.json"
-        if not manifest.is_file():
-            raise FileNotFoundError(f"no feature cache in {folder}: manifest.json is missing")
-        self.settings = _read_json(manifest)
-        check_settings(self.settings, settings, where=f"feature cache {folder}")
-        lengths = np.asarray([len(example.tokens) for example in examples])
-        self._shards: list[np.ndarray] = []
-        self._offsets: list[np.ndarray] = []
-        for shard in range(_num_shards(settings)):
-            rows = _shard_rows(settings, shard)
-            offsets = np.concatenate([[0], np.cumsum(lengths[rows.start : rows.stop])])
-            self._shards.append(_open_shard(folder, shard, int(offsets[-1]), settings, verify))
-            self._offsets.append(offsets)
-
-    def __len__(self) -> int:
-        return self.settings["num_rows"]
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} is not in [0, {len(self)})")
-        shard, index = divmod(row, self.settings["shard_rows"])
-        start, stop = self._offsets[shard][index : index + 2]
-        return self._shards[shard][start:stop].view(ml_dtypes.bfloat16)
-
-
-def _compute_shard(
-    examples: ExampleSet,
-    rows: range,
-    width: int,
-    features_fn: FeaturesFn,
-    batch_size: int,
-    length_multiple: int,
-) -> np.ndarray:
-    """Returns [tokens of the shard, C * D] uint16 words of the bfloat16 features."""
-    by_length = sorted(rows, key=lambda row: len(examples[row].tokens))  # little padding
-    computed: dict[int, np.ndarray] = {}
-    for start in range(0, len(by_length), batch_size):
-        chosen = by_length[start : start + batch_size]
-        longest = len(examples[chosen[-1]].tokens)
-        padded = -(-longest // length_multiple) * length_multiple
-        batch = pad_batch([examples[row] for row in chosen], padded, batch_size=batch_size)
-        features = np.asarray(features_fn(batch["tokens"], batch["length"]))
-        if features.shape != (batch_size, padded, width):
-            raise ValueError(
-                f"features_fn returned shape {features.shape}, the cache expects "
-                f"{(batch_size, padded, width)}"
-            )
-        features = features.astype(ml_dtypes.bfloat16).view(np.uint16)
-        for index, row in enumerate(chosen):
-            computed[row] = features[index, : len(examples[row].tokens)]
-    return np.concatenate([computed[row] for row in rows])
-
-
-def _write_shard(folder: Path, shard: int, features: np.ndarray) -> None:
-    path = _shard_path(folder, shard)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.save(file, features)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    side = {"num_bytes": path.stat().st_size, "crc32": zlib.crc32(features.data)}
-    write_json(path.with_suffix(".json"), side)
-
-
-def _is_whole(folder: Path, shard: int) -> bool:
-    """Whether the shard and its side file exist and the size agrees."""
-    path = _shard_path(folder, shard)
-    side = path.with_suffix(".json")
-    if not path.is_file() or not side.is_file():
-        return False
-    return path.stat().st_size == _read_json(side)["num_bytes"]
-
-
-def _open_shard(
-    folder: Path, shard: int, num_tokens: int, settings: Mapping[str, Any], verify: bool
-) -> np.ndarray:
-    path = _shard_path(folder, shard)
-    if not _is_whole(folder, shard):
-        raise ValueError(f"{path} is missing or torn; write the feature cache again to finish it")
-    features = np.load(path, mmap_mode="r")
-    expected = (num_tokens, settings["width"])
-    if features.shape != expected or features.dtype != np.uint16:
-        raise ValueError(
-            f"{path} holds {features.dtype}{features.shape}, expected uint16{expected}"
-        )
-    if verify:
-        crc32 = zlib.crc32(np.ascontiguousarray(features).data)
-        if crc32 != _read_json(path.with_suffix(".json"))["crc32"]:
-            raise ValueError(f"{path} is damaged (checksum); delete it and write the cache again")
-    return features
-
-
-def _check_room(
-    folder: Path, examples: ExampleSet, settings: Mapping[str, Any], missing: Sequence[int]
-) -> None:
-    num_tokens = sum(
-        len(examples[row].tokens) for shard in missing for row in _shard_rows(settings, shard)
-    )
-    needed = num_tokens * settings["width"] * BYTES_PER_VALUE
+def _check_room(folder: Path, needed: int) -> None:
     stat = os.statvfs(folder)
     free = stat.f_bavail * stat.f_frsize
     if needed > free:
@@ -231,17 +260,17 @@ def _check_room(
         )
 
 
-def _num_shards(settings: Mapping[str, Any]) -> int:
-    return -(-settings["num_rows"] // settings["shard_rows"])
+def _side_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.json"))
 
 
-def _shard_rows(settings: Mapping[str, Any], shard: int) -> range:
-    start = shard * settings["shard_rows"]
-    return range(start, min(start + settings["shard_rows"], settings["num_rows"]))
+def _without_side_file(folder: Path) -> list[Path]:
+    shards = folder.glob("shard-*.array_record")
+    return [path for path in shards if not path.with_suffix(".json").is_file()]
 
 
-def _shard_path(folder: Path, shard: int) -> Path:
-    return folder / f"shard-{shard:05d}.npy"
+def _shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.array_record"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

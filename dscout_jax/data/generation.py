@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.data.loops import LOOP_NGRAM, loop_start
 from dscout_jax.data.responses import Response
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
@@ -37,6 +37,20 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What one request came to.
+
+    Attributes:
+        response: the answer.
+        features: [T, C * D] bfloat16 tapped residual streams of the first T tokens of prompt and
+            answer, all but perhaps the last; None where no taps are asked for.
+    """
+
+    response: Response
+    features: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class GenerationSettings:
     """How answers are generated.
 
@@ -48,6 +62,7 @@ class GenerationSettings:
         temperature: 0 is greedy.
         seed: of sampling.
         loop_ngram: an answer ends once an n-gram of this length repeats; None lets it run.
+        tap_ids: 0-based target layers whose residual stream is kept as features; empty = none.
     """
 
     slots: int = 64
@@ -57,6 +72,7 @@ class GenerationSettings:
     temperature: float = 0.0
     seed: int = 0
     loop_ngram: int | None = LOOP_NGRAM
+    tap_ids: tuple[int, ...] = ()
 
 
 def generate(
@@ -65,7 +81,7 @@ def generate(
     requests: Sequence[Request],
     stop_ids: tuple[int, ...],
     settings: GenerationSettings,
-) -> Iterator[list[Response]]:
+) -> Iterator[list[Answer]]:
     """Yields finished answers after every `refill_steps` tokens (a list that may be empty).
 
     Args:
@@ -84,10 +100,18 @@ def generate(
                 f"prompt {request.id!r} has {len(request.prompt)} tokens, allowed are 1 to "
                 f"max_prompt_tokens={settings.max_prompt_tokens}"
             )
-    static = {"config": config, "greedy": settings.temperature == 0, "stop_ids": stop_ids}
+    static = {
+        "config": config,
+        "greedy": settings.temperature == 0,
+        "stop_ids": stop_ids,
+        "tap_ids": settings.tap_ids,
+    }
     temperature = settings.temperature or 1.0
     state = init_generation(
-        config, settings.slots, settings.max_prompt_tokens + settings.max_new_tokens
+        config,
+        settings.slots,
+        settings.max_prompt_tokens + settings.max_new_tokens,
+        num_taps=len(settings.tap_ids),
     )
     waiting = list(requests)
     running: dict[int, Request] = {}
@@ -109,7 +133,12 @@ def generate(
             kept = _cut_at_loop(answer, settings.loop_ngram)
             if done[slot] or len(kept) < len(answer):
                 stopped = len(kept) == len(answer) and answer[-1] in stop_ids
-                finished.append(Response(request.id, request.prompt, tuple(kept), stopped))
+                response = Response(request.id, request.prompt, tuple(kept), stopped)
+                features = None
+                if settings.tap_ids:
+                    num_fed = min(len(request.prompt) + len(kept), length[slot] - 1)
+                    features = np.asarray(state.taps[slot])[:num_fed]
+                finished.append(Answer(response, features))
                 del running[slot]
         still_running = np.asarray([slot in running for slot in range(settings.slots)])
         state = state.replace(done=jnp.asarray(~still_running))

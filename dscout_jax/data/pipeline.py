@@ -24,7 +24,7 @@ class Example:
 
     Attributes:
         id: the prompt's id.
-        row: position in the unsplit `ExampleSet`, which names the row in a feature cache.
+        row: position in the unsplit `ExampleSet`.
         tokens: [T] int32, prompt then response.
         response_start: index of the response's first token.
     """
@@ -65,7 +65,7 @@ class ExampleSet(Sequence[Example]):
         return sum(len(e.tokens) - e.response_start for e in self.examples)
 
     def fingerprint(self) -> str:
-        """Returns a sha256 over ids, order and tokens; a feature cache is tied to it."""
+        """Returns a sha256 over ids, order and tokens; checkpoints are tied to it."""
         digest = hashlib.sha256()
         for example in self.examples:
             digest.update(f"{example.id}:{example.response_start}:".encode())
@@ -76,8 +76,8 @@ class ExampleSet(Sequence[Example]):
 class RowFeatures(Protocol):
     """Target features by row, such as `features.FeatureCache`."""
 
-    def __getitem__(self, row: int) -> np.ndarray:
-        """Returns [T, C * D] features of row `row`, T its number of tokens."""
+    def __getitem__(self, row_id: str) -> np.ndarray:
+        """Returns [T, C * D] features of a row, T at least its number of tokens minus one."""
 
 
 def make_examples(
@@ -241,7 +241,7 @@ def pad_batch(
         batch["response_start"][index] = example.response_start
         batch["row"][index] = example.row
     if features is not None:
-        found = [features[example.row] for example in rows]
+        found = [features[row.id][: len(row.tokens)] for row in rows]
         stacked = np.zeros((batch_size, max_length, found[0].shape[-1]), found[0].dtype)
         for index, row_features in enumerate(found):
             stacked[index, : len(row_features)] = row_features

@@ -6,7 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.decoding.sampling import choose_tokens
 from dscout_jax.decoding.verification import is_stop
 from dscout_jax.models.cache import KVCache, init_cache
@@ -24,6 +24,8 @@ class GenerationState:
         done: [B] boolean; a done row neither writes nor advances.
         cache: target cache with S positions; `cache.length == length - 1` while running.
         keys: [B] typed PRNG keys, folded with the position of each sampled token.
+        taps: [B, S, C * D] bfloat16 tapped residual streams of the tokens in the cache; None where
+            none are asked for.
     """
 
     tokens: jax.Array
@@ -32,11 +34,15 @@ class GenerationState:
     done: jax.Array
     cache: KVCache
     keys: jax.Array
+    taps: jax.Array | None = None
 
 
-def init_generation(config: TargetConfig, batch: int, capacity: int) -> GenerationState:
-    """Returns `batch` empty slots (all done) of `capacity` positions (S)."""
+def init_generation(
+    config: TargetConfig, batch: int, capacity: int, num_taps: int = 0
+) -> GenerationState:
+    """Returns `batch` empty slots (all done) of `capacity` positions (S), with C = `num_taps`."""
     zeros = jnp.zeros((batch,), jnp.int32)
+    width = num_taps * config.hidden_size
     return GenerationState(
         tokens=jnp.zeros((batch, capacity), jnp.int32),
         length=zeros,
@@ -44,6 +50,7 @@ def init_generation(config: TargetConfig, batch: int, capacity: int) -> Generati
         done=jnp.ones((batch,), bool),
         cache=init_cache(config, batch, capacity),
         keys=jax.random.split(jax.random.key(0), batch),
+        taps=jnp.zeros((batch, capacity, width), jnp.bfloat16) if num_taps else None,
     )
 
 
@@ -85,6 +92,7 @@ def admit_rows(
     greedy: bool,
     temperature: jax.Array | float,
     stop_ids: tuple[int, ...],
+    taps: jax.Array | None = None,
 ) -> GenerationState:
     """Puts prefilled prompts into slots and emits the first token of each.
 
@@ -100,6 +108,7 @@ def admit_rows(
         greedy: static.
         temperature: traced.
         stop_ids: static.
+        taps: [R, P, C * D] of the prompts, where the state keeps them.
     """
     sample_keys = jax.vmap(jax.random.fold_in)(keys, prompt_len)
     first = choose_tokens(logits, greedy=greedy, temperature=temperature, keys=sample_keys)
@@ -122,10 +131,19 @@ def admit_rows(
         done=state.done.at[slots].set(ends, mode="drop"),
         cache=cache,
         keys=state.keys.at[slots].set(keys, mode="drop"),
+        taps=None if taps is None else _place_taps(state.taps, taps, slots),
     )
 
 
-@partial(jax.jit, static_argnames=("config", "greedy", "stop_ids"), donate_argnames=("state",))
+def _place_taps(buffer, taps, slots):
+    return buffer.at[slots, : taps.shape[1]].set(taps.astype(buffer.dtype), mode="drop")
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "greedy", "stop_ids", "tap_ids"),
+    donate_argnames=("state",),
+)
 def prefill(
     params: dict,
     state: GenerationState,
@@ -139,12 +157,13 @@ def prefill(
     config: TargetConfig,
     greedy: bool,
     stop_ids: tuple[int, ...],
+    tap_ids: tuple[int, ...] = (),
 ) -> GenerationState:
     """Prefills R prompts into slots (see `admit_rows`). Compiled once per (R, P, B, S).
 
-    Donates `state`.
+    Donates `state`, which keeps taps where `tap_ids` are given.
     """
-    logits, out = prefill_rows(params, config, prompts, prompt_len)
+    logits, out = prefill_rows(params, config, prompts, prompt_len, tap_ids)
     return admit_rows(
         state,
         logits,
@@ -157,30 +176,44 @@ def prefill(
         greedy=greedy,
         temperature=temperature,
         stop_ids=stop_ids,
+        taps=out.taps,
     )
 
 
-def decode_one(params, config, state, temperature, *, greedy, stop_ids) -> GenerationState:
+def decode_one(
+    params, config, state, temperature, *, greedy, stop_ids, tap_ids=()
+) -> GenerationState:
     """Emits one token in each running row."""
     batch = state.tokens.shape[0]
     running = ~state.done
     rows = jnp.arange(batch)
     last = state.tokens[rows, state.length - 1]
-    out = apply_target(params, config, last[:, None], cache=state.cache, active=running)
+    out = apply_target(
+        params, config, last[:, None], cache=state.cache, active=running, tap_ids=tap_ids
+    )
     logits = compute_logits(params, config, out.hidden[:, 0])
     keys = None if greedy else jax.vmap(jax.random.fold_in)(state.keys, state.length)
     token = choose_tokens(logits, greedy=greedy, temperature=temperature, keys=keys)
     at = jnp.where(running, state.length, state.tokens.shape[1])
     length = jnp.where(running, state.length + 1, state.length)
+    taps = state.taps
+    if tap_ids:
+        fed = jnp.where(running, state.length - 1, taps.shape[1])
+        taps = taps.at[rows, fed].set(out.taps[:, 0].astype(taps.dtype), mode="drop")
     return state.replace(
         tokens=state.tokens.at[rows, at].set(token, mode="drop"),
         length=length,
         done=state.done | is_stop(token, stop_ids) | (length >= state.limit),
         cache=out.cache,
+        taps=taps,
     )
 
 
-@partial(jax.jit, static_argnames=("config", "greedy", "stop_ids"), donate_argnames=("state",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "greedy", "stop_ids", "tap_ids"),
+    donate_argnames=("state",),
+)
 def decode_steps(
     params: dict,
     state: GenerationState,
@@ -190,6 +223,7 @@ def decode_steps(
     config: TargetConfig,
     greedy: bool,
     stop_ids: tuple[int, ...],
+    tap_ids: tuple[int, ...] = (),
 ) -> GenerationState:
     """Decodes at most `num_steps` (traced) tokens in every running row, or until all are done.
 
@@ -202,7 +236,7 @@ def decode_steps(
 
     def body(carry):
         step, state = carry
-        step_fn = partial(decode_one, greedy=greedy, stop_ids=stop_ids)
+        step_fn = partial(decode_one, greedy=greedy, stop_ids=stop_ids, tap_ids=tap_ids)
         return step + 1, step_fn(params, config, state, temperature)
 
     return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]

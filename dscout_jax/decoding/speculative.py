@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dscout_jax.config import DrafterConfig, TargetConfig
+from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.decoding.autoregressive import (
     GenerationState,
     admit_rows,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dscout_jax.config import DrafterConfig, TargetConfig
+from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
 from dscout_jax.decoding.speculative import (
     DraftWeights,

@@ -17,7 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dscout_jax.config import DrafterConfig
+from dscout_jax.config.models import DrafterConfig
 from dscout_jax.kernels import attention
 from dscout_jax.models.layers import (
     MASKED_SCORE,

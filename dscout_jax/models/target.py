@@ -5,7 +5,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.kernels.product import product
 from dscout_jax.models.cache import KVCache, write
 from dscout_jax.models.layers import DecoderLayer, Dense, RMSNorm, attend, rotary_table
@@ -77,6 +77,17 @@ class Target(nn.Module):
             cache=cache,
         )
 
+    def tail(self, residual, first_layer):
+        """See `finish_target`."""
+        cfg = self.config
+        positions = jnp.broadcast_to(jnp.arange(residual.shape[1])[None], residual.shape[:2])
+        rotary = rotary_table(positions, cfg.head_dim, cfg.rope_theta)
+        x = residual
+        for layer in self.layers[first_layer:]:
+            q, k, v = layer.project(x, rotary)
+            x = layer.finish(x, attend(q, rotary, k, v, positions + 1))
+        return self.norm(x)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """See `compute_logits`."""
         if self.config.tie_word_embeddings:
@@ -127,6 +138,27 @@ def apply_target(
     return Target(config).apply(
         {"params": params}, tokens, cache, tuple(tap_ids), active, num_layers
     )
+
+
+def finish_target(
+    params: dict, config: TargetConfig, residual: jax.Array, first_layer: int
+) -> jax.Array:
+    """Returns the final hidden states [B, T, D] of rows whose residual stream is known half-way.
+
+    Args:
+        params: target weights; those of `tail_params` are enough.
+        config: their shapes.
+        residual: [B, T, D] residual stream before layer `first_layer`, positions 0 to T - 1; a tap
+            of layer `first_layer - 1`.
+        first_layer: static, 0-based first layer to run.
+    """
+    return Target(config).apply({"params": params}, residual, first_layer, method=Target.tail)
+
+
+def tail_params(params: dict, config: TargetConfig, first_layer: int) -> dict:
+    """Returns the weights that `finish_target` reads: layers from `first_layer` on, final norm."""
+    names = [f"layers_{index}" for index in range(first_layer, config.num_hidden_layers)]
+    return {name: params[name] for name in (*names, "norm")}
 
 
 def compute_logits(params: dict, config: TargetConfig, hidden: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dscout_jax.config.experiment import ObjectiveConfig
 from dscout_jax.models.drafter import BlockInputs, block_inputs
 
 
@@ -17,12 +18,15 @@ class Blocks:
     Attributes:
         inputs: tokens, positions and visible context of the blocks.
         labels: [B, A, G] int32 true token at each position (undefined where not included).
-        included: [B, A, G] boolean, True = supervised; slot 0 never is, dummy blocks never are.
+        included: [B, A, G] boolean, True = supervised; slot 0 never is, nor a revealed slot, nor a
+            dummy block.
+        revealed: [B, A, G] boolean, slots behind the anchor whose true token is an input.
     """
 
     inputs: BlockInputs
     labels: jax.Array
     included: jax.Array
+    revealed: jax.Array
 
 
 def anchor_mask(length: jax.Array, response_start: jax.Array, seq_len: int) -> jax.Array:
@@ -60,6 +64,32 @@ def sample_anchors(
     return jnp.where(valid, anchors, 0).astype(jnp.int32), valid
 
 
+def reveal_prefix(key: jax.Array, shape: tuple[int, int, int], decay: float) -> jax.Array:
+    """Reveals the first r drafts of each block [B, A, G], r in 1..G-2 with weight decay**r.
+
+    Blocks of two slots have nothing to reveal. Source: D2SD; METHOD section 2.1.
+    """
+    block_size = shape[-1]
+    slots = jnp.arange(block_size)[None, None]
+    if block_size == 2:
+        return jnp.zeros(shape, bool)
+    logits = jnp.log(decay) * jnp.arange(1, block_size - 1)
+    length = 1 + jax.random.categorical(key, logits, shape=(*shape[:-1], 1))
+    return (slots > 0) & (slots <= length)
+
+
+def reveal_random(key: jax.Array, shape: tuple[int, int, int], decay: float) -> jax.Array:
+    """Reveals each draft of a block [B, A, G] with the block's own rate u ~ U(0, 1)."""
+    del decay  # of prefixes
+    rate_key, slot_key = jax.random.split(key)
+    rate = jax.random.uniform(rate_key, (*shape[:-1], 1))
+    revealed = jax.random.uniform(slot_key, shape) < rate
+    return revealed & (jnp.arange(shape[-1]) > 0)[None, None]
+
+
+REVEALS = {"prefix": reveal_prefix, "random": reveal_random}
+
+
 def make_blocks(
     tokens: jax.Array,
     length: jax.Array,
@@ -69,6 +99,8 @@ def make_blocks(
     block_size: int,
     mask_token_id: int,
     label_mask: jax.Array | None = None,
+    objective: ObjectiveConfig | None = None,
+    reveal_key: jax.Array | None = None,
 ) -> Blocks:
     """Builds the blocks of G = `block_size` slots that start at `anchors`.
 
@@ -84,6 +116,8 @@ def make_blocks(
         mask_token_id: id of the masked slots.
         label_mask: [B, S] boolean, False where the token is outside the draft vocabulary; None =
             every token can be drafted.
+        objective: says which slots are revealed and how often; None = none are.
+        reveal_key: PRNG key, read where `objective.reveal_rate` is above 0.
     """
     batch, seq_len = tokens.shape
     rows = jnp.arange(batch)[:, None, None]
@@ -100,8 +134,17 @@ def make_blocks(
         usable = usable & (label_mask[rows, at] | (jnp.arange(block_size) == 0)[None, None])
     unbroken = jnp.cumprod(usable.astype(jnp.int32), axis=-1).astype(bool)
     drafted = (jnp.arange(block_size) > 0)[None, None]
+    supervised = unbroken & drafted & valid[:, :, None]
+    revealed = jnp.zeros_like(supervised)
+    if objective is not None and objective.reveal_rate > 0.0:
+        block_key, slot_key = jax.random.split(reveal_key)
+        chosen = jax.random.bernoulli(block_key, objective.reveal_rate, valid.shape)[:, :, None]
+        law = REVEALS[objective.reveal]
+        revealed = supervised & chosen & law(slot_key, supervised.shape, objective.reveal_decay)
+        inputs = inputs.replace(tokens=jnp.where(revealed, tokens[rows, at], inputs.tokens))
     return Blocks(
         inputs=inputs,
         labels=tokens[rows, at],
-        included=unbroken & drafted & valid[:, :, None],
+        included=supervised & ~revealed,
+        revealed=revealed,
     )

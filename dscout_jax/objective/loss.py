@@ -3,24 +3,21 @@
     loss = sum_{b,k} I[b,k] * W[b,k] * l[b,k] / Z
 
 `loss_sums` returns numerator and denominator apart, so that devices can sum each before dividing.
-The vocabulary axis exists for `chunk_blocks` blocks at a time, and the gradient with respect to the
-hidden states is taken in the same pass as the value, so no logits are kept or computed twice.
-`naive_loss_sums` is the same formula written down literally, for tests.
 
-Source: METHOD sections 2, 2.3 and 2.4.
+Source: METHOD sections 2 and 2.4.
 """
-
-from functools import partial
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dscout_jax.config import DrafterConfig, ObjectiveConfig
+from dscout_jax.config.experiment import ObjectiveConfig, parse_sum
+from dscout_jax.config.models import DrafterConfig
 from dscout_jax.models.drafter import Context, draft_blocks, project_context
+from dscout_jax.objective import acceptance as estimates
+from dscout_jax.objective import prediction
 from dscout_jax.objective.inclusion import Blocks, anchor_mask, make_blocks, sample_anchors
-from dscout_jax.objective.prediction import PREDICTIONS
-from dscout_jax.objective.weighting import WEIGHTINGS
+from dscout_jax.objective.slots import Schedule, Slots, chunked_slots, naive_slots
 
 
 @flax.struct.dataclass
@@ -40,19 +37,29 @@ class Frozen:
 
 @flax.struct.dataclass
 class SlotSums:
-    """Sums over blocks, by slot, of one horizon.
+    """Sums over blocks, by slot, of one horizon; the anchor's slot 0 holds zeros.
 
     Attributes:
+        count: [G] supervised slots.
         loss: [G] sum of I * l.
         correct: [G] supervised slots whose most likely token is the label.
-        count: [G] supervised slots.
+        accepted: [G] sum of I * a, a the objective's estimate of acceptance.
         weight: [G] sum of I * W.
+        weight_square: [G] sum of I * W^2.
     """
 
+    count: jax.Array
     loss: jax.Array
     correct: jax.Array
-    count: jax.Array
+    accepted: jax.Array
     weight: jax.Array
+    weight_square: jax.Array
+
+
+def reads_target(objective: ObjectiveConfig) -> bool:
+    """Whether a factor reads the target's distribution: batches must then hold `target_hidden`."""
+    names = {name for _, name in parse_sum(objective.prediction)}
+    return objective.acceptance in estimates.NEEDS_TARGET or bool(names & prediction.NEEDS_TARGET)
 
 
 def loss_sums(
@@ -64,6 +71,8 @@ def loss_sums(
     *,
     config: DrafterConfig,
     objective: ObjectiveConfig,
+    warmth: jax.Array | float = 1.0,
+    acceptance: tuple[jax.Array, ...] | None = None,
     naive: bool = False,
 ) -> tuple[jax.Array, jax.Array, dict[int, SlotSums]]:
     """Draws blocks and returns the sums whose ratio is the loss.
@@ -72,10 +81,14 @@ def loss_sums(
         drafter_params: the only argument with a gradient.
         frozen: the target's tables.
         features: [B, S, C * D] target features of every token.
-        batch: `tokens` [B, S], `length` [B], `response_start` [B], int32.
-        key: PRNG key of the anchors.
+        batch: `tokens` [B, S], `length` [B], `response_start` [B], int32; `target_hidden`
+            [B, S, D], the target's final hidden states, where `reads_target`.
+        key: PRNG key of anchors and revealed slots.
         config: drafter shapes, static.
         objective: choices of the three factors, static.
+        warmth: u [] in [0, 1], how far the weights are warmed up.
+        acceptance: per horizon the running mean acceptance [G - 1] of each slot, for acceptance
+            `ema`; None = 1.
         naive: materialise all logits; same value and gradient, for tests.
 
     Returns:
@@ -92,11 +105,13 @@ def loss_sums(
         label_mask = frozen.draft_index[batch["tokens"]] >= 0
         # An anchor whose next token cannot be drafted would supervise nothing.
         eligible = eligible & jnp.roll(label_mask, -1, axis=1)
+    target_hidden = batch["target_hidden"] if reads_target(objective) else None
     numerator = jnp.float32(0.0)
     denominator = jnp.float32(1.0 if objective.normalizer == "none" else 0.0)
     sums = {}
     for index, (block_size, num_anchors) in enumerate(objective.horizons):
-        anchors, valid = sample_anchors(jax.random.fold_in(key, index), eligible, num_anchors)
+        anchor_key, reveal_key = jax.random.split(jax.random.fold_in(key, index))
+        anchors, valid = sample_anchors(anchor_key, eligible, num_anchors)
         blocks = make_blocks(
             batch["tokens"],
             batch["length"],
@@ -105,9 +120,22 @@ def loss_sums(
             block_size=block_size,
             mask_token_id=config.mask_token_id,
             label_mask=label_mask,
+            objective=objective,
+            reveal_key=reveal_key,
         )
         total, slots = horizon_sums(
-            drafter_params, frozen, context, blocks, config=config, objective=objective, naive=naive
+            drafter_params,
+            frozen,
+            context,
+            blocks,
+            target_hidden,
+            Schedule(
+                jnp.float32(warmth),
+                jnp.ones(block_size - 1) if acceptance is None else acceptance[index],
+            ),
+            config=config,
+            objective=objective,
+            naive=naive,
         )
         numerator = numerator + total
         denominator = denominator + normalizer(objective.normalizer, slots, valid)
@@ -138,6 +166,8 @@ def horizon_sums(
     frozen: Frozen,
     context: Context,
     blocks: Blocks,
+    target_hidden: jax.Array | None,
+    schedule: Schedule,
     *,
     config: DrafterConfig,
     objective: ObjectiveConfig,
@@ -152,108 +182,32 @@ def horizon_sums(
         blocks.inputs.positions,
         context,
     )
-    decay = WEIGHTINGS[objective.weighting](block_size, objective.gamma)
-    weight = jnp.where(blocks.included, decay[None, None], 0.0)  # [B, A, G]
-    labels = blocks.labels
-    if frozen.draft_index is not None:
-        labels = frozen.draft_index[labels]
-    labels = jnp.where(blocks.included, labels, 0)
+    labels = blocks.labels if frozen.draft_index is None else frozen.draft_index[blocks.labels]
 
     def drafted(x):  # [B, A, G, ...] -> [B * A, G - 1, ...]: slot 0 is the anchor, never a draft
         return x[:, :, 1:].reshape(-1, block_size - 1, *x.shape[3:])
 
-    slots_fn = naive_slots if naive else partial(chunked_slots, objective.chunk_blocks)
-    total, slot_loss, correct = slots_fn(
-        objective.prediction, drafted(hidden), frozen.head, drafted(labels), drafted(weight)
+    slots = Slots(
+        labels=drafted(jnp.where(blocks.included, labels, 0)),
+        included=drafted(blocks.included),
+        revealed=drafted(blocks.revealed),
     )
-    included = drafted(blocks.included)
+    if target_hidden is not None:
+        # The target's state one token before a slot gives its distribution at the slot.
+        rows = jnp.arange(target_hidden.shape[0])[:, None, None]
+        at = jnp.clip(blocks.inputs.positions - 1, 0, target_hidden.shape[1] - 1)
+        slots = slots.replace(target_hidden=drafted(target_hidden[rows, at]))
+    slots_fn = naive_slots if naive else chunked_slots
+    total, terms = slots_fn(objective, block_size, drafted(hidden), frozen.head, slots, schedule)
 
     def by_slot(x):
-        x = jnp.where(included, x, 0.0).sum(axis=0)
-        return jax.lax.stop_gradient(jnp.pad(x, (1, 0)))
+        return jax.lax.stop_gradient(jnp.pad(x.sum(axis=0), (1, 0)))
 
     return total, SlotSums(
-        loss=by_slot(slot_loss),
-        correct=by_slot(correct),
-        count=by_slot(1.0),
-        weight=by_slot(drafted(weight)),
+        count=by_slot(slots.included.astype(jnp.float32)),
+        loss=by_slot(terms.loss),
+        correct=by_slot(terms.correct),
+        accepted=by_slot(terms.accepted),
+        weight=by_slot(terms.weight),
+        weight_square=by_slot(jnp.square(terms.weight)),
     )
-
-
-def naive_slots(prediction: str, hidden, head, labels, weight):
-    """Returns what `chunked_slots` returns, with all logits at once."""
-    logits = jnp.einsum("mkd,vd->mkv", hidden, head, preferred_element_type=jnp.float32)
-    slot_loss = PREDICTIONS[prediction](logits, labels)
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    # A max is far cheaper than an argmax on CPU; they differ on exact ties only.
-    correct = (chosen >= logits.max(axis=-1)).astype(jnp.float32)
-    return (weight * slot_loss).sum(), slot_loss, correct
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def chunked_slots(chunk: int, prediction: str, hidden, head, labels, weight):
-    """Sums weight * loss over slots, `chunk` blocks of logits at a time.
-
-    Args:
-        chunk: static, blocks per chunk.
-        prediction: static name of the slot loss.
-        hidden: [M, K, D] drafter outputs; the only input with a gradient.
-        head: [Vd, D].
-        labels: [M, K] int32 rows of `head`.
-        weight: [M, K] float32, zero where not included.
-
-    Returns:
-        total [] with a gradient, slot losses [M, K] and correctness [M, K] without.
-    """
-    return _scan_chunks(chunk, prediction, hidden, head, labels, weight, with_gradient=False)[:3]
-
-
-def _scan_chunks(chunk, prediction, hidden, head, labels, weight, *, with_gradient):
-    num_blocks = hidden.shape[0]
-    chunk = min(chunk, num_blocks)
-    padding = -num_blocks % chunk
-
-    def split(x):
-        x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
-        return x.reshape(-1, chunk, *x.shape[1:])
-
-    def one(hidden, labels, weight):
-        total, slot_loss, correct = naive_slots(prediction, hidden, head, labels, weight)
-        return total, (slot_loss, correct)
-
-    def body(total, chunk_inputs):
-        if with_gradient:
-            (part, slots), gradient = jax.value_and_grad(one, has_aux=True)(*chunk_inputs)
-        else:
-            (part, slots), gradient = one(*chunk_inputs), ()
-        return total + part, (*slots, gradient)
-
-    inputs = (split(hidden), split(labels), split(weight))
-    total, (slot_loss, correct, gradient) = jax.lax.scan(body, jnp.float32(0.0), inputs)
-
-    def join(x):
-        return x.reshape(-1, *x.shape[2:])[:num_blocks]
-
-    return total, join(slot_loss), join(correct), join(gradient) if with_gradient else ()
-
-
-def _chunked_forward(chunk, prediction, hidden, head, labels, weight):
-    *outputs, gradient = _scan_chunks(
-        chunk, prediction, hidden, head, labels, weight, with_gradient=True
-    )
-    return tuple(outputs), (gradient, head, labels, weight)
-
-
-def _chunked_backward(chunk, prediction, residuals, cotangents):
-    gradient, *frozen = residuals
-    # Slot losses and correctness are reports: their cotangents are dropped by design.
-    return cotangents[0] * gradient, *(jax.tree.map(_no_gradient, x) for x in frozen)
-
-
-def _no_gradient(x):
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return jnp.zeros(x.shape, jax.dtypes.float0)
-    return jnp.zeros_like(x)
-
-
-chunked_slots.defvjp(_chunked_forward, _chunked_backward)

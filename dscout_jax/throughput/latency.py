@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.decoding.autoregressive import GenerationState, decode_steps, init_generation
 from dscout_jax.decoding.phases import draft_phase, verify_phase
 from dscout_jax.decoding.speculative import (

@@ -9,7 +9,8 @@ target does not have, start at the size that the target's own queries and keys h
 import jax
 import jax.numpy as jnp
 
-from dscout_jax.config import ConfigError, DrafterConfig, TargetConfig
+from dscout_jax.config.checks import ConfigError
+from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.models.target import apply_target
 
 _NOISE = 0.02  # of the deepest tap's weight in `fc`; breaks the ties between the other taps

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dscout_jax.config import ConfigError, ExperimentConfig, TargetConfig, require
+from dscout_jax.config.checks import ConfigError, require
+from dscout_jax.config.experiment import ExperimentConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.data.features import (
     FeatureCache,
     FeaturesFn,
-    cache_num_bytes,
     feature_settings,
-    write_feature_cache,
+    fill_feature_cache,
+    num_bytes,
 )
 from dscout_jax.data.pipeline import ExampleSet, RowFeatures, make_examples, split_examples
 from dscout_jax.data.responses import Response, read_responses
@@ -189,17 +191,17 @@ def _feature_cache(
             "data.features='cached'; use 'bfloat16', which is what a cache holds"
         )
     tap_ids = config.drafter.target_layer_ids
-    settings = feature_settings(examples, target_sha256, tap_ids, len(tap_ids) * target.hidden_size)
+    settings = feature_settings(target_sha256, tap_ids, len(tap_ids) * target.hidden_size)
     folder = pathlib.Path(config.data.feature_cache)
-    say(f"feature cache: {cache_num_bytes(settings) / 1e9:.2f} GB in {folder}")
-    reported = 0.0
-    for done in write_feature_cache(folder, examples, settings, compute_features):
-        if done == len(examples) or done / len(examples) >= reported + 0.05:
-            reported = done / len(examples)
-            say(f"feature cache: {done} of {len(examples)} rows written")
+    say(f"feature cache: {num_bytes(examples, settings) / 1e9:.2f} GB in {folder}")
+    reported = len(examples)
+    for missing in fill_feature_cache(folder, examples, settings, compute_features):
+        if missing == 0 or missing <= reported - 0.05 * len(examples):
+            reported = missing
+            say(f"feature cache: {len(examples) - missing} of {len(examples)} rows written")
         if stop():
             raise InterruptedError(
-                f"stopped on request after {done} rows of the feature cache; the same command "
-                "writes the rest"
+                f"stopped on request with {missing} rows of the feature cache to go; the same "
+                "command writes the rest"
             )
-    return FeatureCache(folder, examples, settings)
+    return FeatureCache(folder, settings)

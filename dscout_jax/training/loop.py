@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dscout_jax.config import ConfigError, ExperimentConfig, to_dict
+from dscout_jax.config.checks import ConfigError, to_dict
+from dscout_jax.config.experiment import ExperimentConfig
 from dscout_jax.data.responses import Response
 from dscout_jax.files import require_writable, write_json
 from dscout_jax.training.checkpoint import Checkpointer, changed_fields
@@ -19,7 +20,7 @@ from dscout_jax.training.progress import Progress
 from dscout_jax.training.provenance import describe_run
 from dscout_jax.training.setup import Setup, prepare
 from dscout_jax.training.state import TrainState
-from dscout_jax.training.validation import per_slot, validate
+from dscout_jax.training.validation import effective_share, per_slot, validate
 from dscout_jax.weights.dflash import export_drafter
 from dscout_jax.weights.targets import LoadedTarget
 
@@ -195,6 +196,7 @@ class _Log:
             "train/grad_norm": float(np.mean([row["grad_norm"] for row in rows])),
             "train/learning_rate": float(rows[-1]["learning_rate"]),
             **per_slot(total[max(total)], "train"),
+            "train/effective_share": effective_share(total.values()),
             **{f"train/{name}": rate for name, rate in self.speed.read().items()},
         }
         self._writer.write(self._step, values)

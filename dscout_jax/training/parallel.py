@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dscout_jax.config import TargetConfig
-from dscout_jax.models.target import apply_target
-from dscout_jax.training.state import TrainState
+from dscout_jax.config.models import TargetConfig
+from dscout_jax.models.target import apply_target, finish_target
+from dscout_jax.training.state import TrainState, update_acceptance
 
 Batch = dict[str, jax.Array]
-LossSums = Callable[[dict, Any, Batch, jax.Array], tuple[jax.Array, jax.Array, Any]]
+LossSums = Callable[[TrainState, dict, Any, Batch], tuple[jax.Array, jax.Array, Any]]
 
 
 def make_train_step(
@@ -30,8 +30,9 @@ def make_train_step(
     only: no gradient, no optimiser state.
 
     Args:
-        loss_sums: `(drafter_params, frozen, batch, key) -> (numerator, denominator, slots)`;
-            the denominator does not depend on the drafter's weights as far as gradients go.
+        loss_sums: `(state, drafter_params, frozen, batch) -> (numerator, denominator, slots)`,
+            differentiated with respect to the second argument (the state's params are the same
+            values); the denominator does not depend on them as far as gradients go.
         optimizer: of `make_optimizer`.
         schedule: of `make_schedule`, for the record only.
 
@@ -41,10 +42,8 @@ def make_train_step(
     """
 
     def step(state: TrainState, frozen: Any, batch: Batch):
-        key = jax.random.fold_in(state.key, state.step)
-
         def numerator(params):
-            value, denominator, slots = loss_sums(params, frozen, batch, key)
+            value, denominator, slots = loss_sums(state, params, frozen, batch)
             return value, (denominator, slots)
 
         (value, (denominator, slots)), grads = jax.value_and_grad(numerator, has_aux=True)(
@@ -63,6 +62,7 @@ def make_train_step(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
+            acceptance=update_acceptance(state.acceptance, slots),
         )
         return state, metrics
 
@@ -102,7 +102,19 @@ def tapped_features(
 ) -> jax.Array:
     """Returns [B, T, C * D] residual streams, rounded to `dtype` as a feature cache would be.
 
-    Layers after the deepest tap are not computed, and no gradient flows back.
+    Layers after the deepest tap are left out. No gradient flows back.
     """
     output = apply_target(params, config, tokens, tap_ids=tap_ids, num_layers=tap_ids[-1] + 1)
     return jax.lax.stop_gradient(output.taps).astype(dtype)
+
+
+def final_hidden(
+    params: dict, config: TargetConfig, features: jax.Array, deepest_tap: int
+) -> jax.Array:
+    """Returns [B, T, D] final hidden states, from which the target's distribution follows.
+
+    The layers after the deepest tap take up where `features` [B, T, C * D] end, so a feature cache
+    is enough for losses on distributions. No gradient flows back.
+    """
+    residual = features[..., -config.hidden_size :].astype(jnp.float32)
+    return jax.lax.stop_gradient(finish_target(params, config, residual, deepest_tap + 1))

@@ -9,24 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dscout_jax.config import (
-    DrafterConfig,
-    ExperimentConfig,
-    ObjectiveConfig,
-    TargetConfig,
-    require,
-    to_dict,
-)
+from dscout_jax.config.checks import require, to_dict
+from dscout_jax.config.experiment import ExperimentConfig, ObjectiveConfig
+from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.data.pipeline import evaluation_batches, pad_batch, training_batches
 from dscout_jax.data.responses import Response
 from dscout_jax.decoding.speculative import Variant
 from dscout_jax.models.drafter import init_drafter
-from dscout_jax.objective.loss import loss_sums
-from dscout_jax.objective.weighting import WEIGHTINGS
+from dscout_jax.models.target import tail_params
+from dscout_jax.objective.loss import loss_sums, reads_target
+from dscout_jax.objective.weighting import decay_length
 from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target
 from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
 from dscout_jax.training.parallel import (
     build_state,
+    final_hidden,
     make_eval_step,
     make_features_fn,
     make_train_step,
@@ -80,10 +77,16 @@ class Setup:
         identity["data"]["fingerprint"] = self.inputs.fingerprint
         return identity
 
+    @property
+    def horizons(self) -> tuple[int, ...]:
+        """Trained block sizes, in the order of the config."""
+        return tuple(size for size, _ in self.config.objective.horizons)
+
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and device of the train state; nothing is computed."""
+        drafter, optimizer, horizons = self.drafter, self.optimizer, self.horizons
         state = jax.eval_shape(
-            lambda key: init_state(init_drafter(key, self.drafter), self.optimizer, key),
+            lambda key: init_state(init_drafter(key, drafter), optimizer, key, horizons),
             jax.random.key(0),
         )
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -98,19 +101,19 @@ class Setup:
             ConfigError: the drafter has another shape than the target's layers.
         """
         init, seed = self.config.drafter.init, self.config.train.seed
-        drafter, optimizer = self.drafter, self.optimizer
+        drafter, optimizer, horizons = self.drafter, self.optimizer, self.horizons
         params_key, key = jax.random.split(jax.random.key(seed))
         if init == "random":
             return build_state(
                 lambda params_key, key: init_state(
-                    init_drafter(params_key, drafter), optimizer, key
+                    init_drafter(params_key, drafter), optimizer, key, horizons
                 ),
                 params_key,
                 key,
             )
         if self.given is not None:
             return build_state(
-                lambda params, key: init_state(params, optimizer, key), self.given, key
+                lambda params, key: init_state(params, optimizer, key, horizons), self.given, key
             )
         training = self.inputs.training
         rows = pad_batch(training.examples[:_MEASURED_ROWS], training.max_length)
@@ -119,6 +122,7 @@ class Setup:
                 init_from_target(params_key, drafter, params, self.target.cfg, tokens, length),
                 optimizer,
                 key,
+                horizons,
             ),
             params_key,
             key,
@@ -182,10 +186,11 @@ def prepare(
     )
     # What can be wrong is found before the hours that features may take.
     for block_size, _ in config.objective.horizons:
-        WEIGHTINGS[config.objective.weighting](block_size, config.objective.gamma)
+        decay_length(config.objective, block_size)
     given = _given_weights(config.drafter.init, drafter, target.cfg) if begins else None
     dtype = jnp.dtype(config.data.feature_dtype)
-    features_fn = make_features_fn(target.params, target.cfg, drafter.target_layer_ids, dtype)
+    tap_ids = drafter.target_layer_ids
+    features_fn = make_features_fn(target.params, target.cfg, tap_ids, dtype)
     inputs = prepare_inputs(
         config,
         target.cfg,
@@ -196,25 +201,45 @@ def prepare(
         stop=stop,
     )
 
-    def sums(params, frozen, batch, key):
-        features = batch.get("features")
-        if features is None:
-            features = tapped_features(
-                frozen.params, target.cfg, batch["tokens"], drafter.target_layer_ids, dtype
-            )
+    soft = reads_target(config.objective)
+
+    def features_of(frozen, batch):
+        if "features" in batch:
+            return batch["features"]
+        return tapped_features(frozen.params, target.cfg, batch["tokens"], tap_ids, dtype)
+
+    def sums(state, params, frozen, batch):
+        warmup = max(config.objective.weight_warmup * config.train.num_steps, 1.0)
+        features = features_of(frozen, batch)
+        if soft:
+            hidden = final_hidden(frozen.params, target.cfg, features, tap_ids[-1])
+            batch = batch | {"target_hidden": hidden}
         return loss_sums(
             params,
             frozen.tables,
             features,
             batch,
-            key,
+            jax.random.fold_in(state.key, state.step),
             config=drafter,
             objective=config.objective,
+            warmth=jnp.minimum((state.step + 1) / warmup, 1.0),
+            acceptance=state.acceptance,
         )
 
+    # Held-out losses are DFlash's whatever is trained, so that runs can be compared.
+    plain = ObjectiveConfig(horizons=config.objective.horizons, gamma=config.objective.gamma)
+
+    def eval_sums(params, frozen, batch):
+        features, key = features_of(frozen, batch), jax.random.key(_EVAL_SEED)
+        return loss_sums(
+            params, frozen.tables, features, batch, key, config=drafter, objective=plain
+        )
+
+    kept = target.params if inputs.features is None else None
+    if kept is None and soft:
+        kept = tail_params(target.params, target.cfg, tap_ids[-1] + 1)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
-    eval_key = jax.random.key(_EVAL_SEED)
     horizons = sorted(size for size, _ in config.objective.horizons)
     return Setup(
         config=config,
@@ -227,12 +252,10 @@ def prepare(
             target.params,
             target.cfg,
             inputs.draft_vocab_ids,
-            keep_params=inputs.features is None,
+            kept=kept,
         ),
         train_step=make_train_step(sums, optimizer, schedule),
-        eval_sums=make_eval_step(
-            lambda params, frozen, batch: sums(params, frozen, batch, eval_key)
-        ),
+        eval_sums=make_eval_step(eval_sums),
         features_fn=features_fn,
         variants=tuple(
             Variant(target=target.cfg, drafter=drafter, block_size=size) for size in horizons

@@ -1,12 +1,17 @@
 """Train state and optimiser of a drafter."""
 
+from collections.abc import Sequence
+
 import flax.struct
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import optax
 
-from dscout_jax.config import OptimizerConfig
+from dscout_jax.config.experiment import OptimizerConfig
+from dscout_jax.objective.loss import SlotSums
+
+ACCEPTANCE_DECAY = 0.98  # of the running mean, an update
 
 
 @flax.struct.dataclass
@@ -18,19 +23,51 @@ class TrainState:
         params: drafter weights, float32.
         opt_state: optax state.
         key: [] typed PRNG key of the run. It never changes: update n uses `fold_in(key, n)`.
+        acceptance: per horizon, as the objective lists them, [G - 1] float32 running mean
+            acceptance of each slot; 1 at first.
     """
 
     step: jax.Array
     params: dict
     opt_state: optax.OptState
     key: jax.Array
+    acceptance: tuple[jax.Array, ...]
 
 
-def init_state(params: dict, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def init_state(
+    params: dict,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    horizons: Sequence[int] = (),
+) -> TrainState:
     """Returns the state before the first update (`parallel.build_state` gives it own buffers)."""
     return TrainState(
-        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), key=key
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        key=key,
+        acceptance=tuple(jnp.ones((size - 1,), jnp.float32) for size in horizons),
     )
+
+
+def update_acceptance(
+    running: tuple[jax.Array, ...], slots: dict[int, SlotSums]
+) -> tuple[jax.Array, ...]:
+    """Returns the running means after one more batch; slots without supervision keep theirs.
+
+    Args:
+        running: of the state; empty = none are kept.
+        slots: sums by horizon, in the same order.
+    """
+
+    def after(old, sums):
+        count, accepted = sums.count[1:], sums.accepted[1:]
+        new = accepted / jnp.maximum(count, 1.0)
+        return jnp.where(count > 0, old + (1.0 - ACCEPTANCE_DECAY) * (new - old), old)
+
+    if not running:
+        return running
+    return tuple(after(old, sums) for old, sums in zip(running, slots.values(), strict=True))
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

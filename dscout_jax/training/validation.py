@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.decoding.replay import anchor_lengths, walk
 from dscout_jax.decoding.speculative import DraftWeights, Variant
 from dscout_jax.models.target import head_rows
@@ -23,7 +23,8 @@ class FrozenTarget:
     Attributes:
         tables: embedding, head rows and draft vocabulary.
         token_ids: [Vd] int32 target id of each head row; None when Vd = V.
-        params: all weights, for features computed in the step; None with cached features.
+        params: weights that the step runs: all for features computed in it, the layers after the
+            deepest tap for losses on the target's distribution; None where it runs none.
     """
 
     tables: Frozen
@@ -32,7 +33,11 @@ class FrozenTarget:
 
 
 def freeze(
-    params: dict, config: TargetConfig, token_ids: np.ndarray | None, *, keep_params: bool = False
+    params: dict,
+    config: TargetConfig,
+    token_ids: np.ndarray | None,
+    *,
+    kept: dict | None = None,
 ) -> FrozenTarget:
     """Returns what training and replay read of a target.
 
@@ -40,7 +45,7 @@ def freeze(
         params: the target's weights.
         config: their shapes.
         token_ids: [Vd] int32 draft vocabulary, increasing; None = the whole vocabulary.
-        keep_params: keep all weights, for features computed in the step.
+        kept: weights that the step runs; see `FrozenTarget`.
     """
     index = None
     if token_ids is not None:
@@ -54,7 +59,7 @@ def freeze(
             draft_index=index,
         ),
         token_ids=token_ids,
-        params=params if keep_params else None,
+        params=kept,
     )
 
 
@@ -77,7 +82,7 @@ def validate(
 
     Returns:
         `validation/loss`; `mat_mean`, the pooled MAT averaged over the block sizes; for the largest
-        horizon `loss_per_slot` and `accuracy_per_slot`, slot 1 first; `mat_pooled` (emitted tokens
+        horizon the lists of `per_slot`; `mat_pooled` (emitted tokens
         / cycles over all rows) and `mat_macro` (mean over rows of the row's mean), with `_block<G>`
         appended for smaller block sizes.
     """
@@ -105,12 +110,35 @@ def validate(
 
 
 def per_slot(sums: SlotSums, group: str) -> dict[str, list[float]]:
-    """Returns `<group>/loss_per_slot` and `<group>/accuracy_per_slot`, slot 1 first."""
+    """Returns means over the supervised slots of a horizon, lists with slot 1 first.
+
+    `<group>/loss_per_slot`, `accuracy_per_slot`, `acceptance_per_slot` (by the objective's own
+    estimate) and `weight_per_slot`.
+    """
     count = np.maximum(np.asarray(sums.count)[1:], 1)
-    return {
-        f"{group}/loss_per_slot": (np.asarray(sums.loss)[1:] / count).tolist(),
-        f"{group}/accuracy_per_slot": (np.asarray(sums.correct)[1:] / count).tolist(),
+    parts = {
+        "loss": sums.loss,
+        "accuracy": sums.correct,
+        "acceptance": sums.accepted,
+        "weight": sums.weight,
     }
+    return {
+        f"{group}/{name}_per_slot": (np.asarray(total)[1:] / count).tolist()
+        for name, total in parts.items()
+    }
+
+
+def effective_share(sums: Iterable[SlotSums]) -> float:
+    """Returns (sum W)^2 / sum W^2 over the number of supervised slots, in (0, 1].
+
+    The effective sample size as a share: 1 when all slots count the same. Without any supervised
+    slot it is 1. Source: METHOD section 2.2 (Kish 1965).
+    """
+    count, weight, square = (
+        sum(float(np.sum(getattr(part, name))) for part in sums)
+        for name in ("count", "weight", "weight_square")
+    )
+    return weight**2 / (square * count) if square > 0 and count > 0 else 1.0
 
 
 def replay(params: dict, frozen: FrozenTarget, batch: dict, variant: Variant) -> list[list[int]]:

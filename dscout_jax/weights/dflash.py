@@ -19,7 +19,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from dscout_jax.config import ConfigError, DrafterConfig, TargetConfig
+from dscout_jax.config.checks import ConfigError
+from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.weights.download import WeightsError
 
 ARCHITECTURE = "DFlashDraftModel"

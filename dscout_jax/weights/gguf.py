@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.weights.download import WeightsError
 
 _ARCHITECTURES = ("llama",)

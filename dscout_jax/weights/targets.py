@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.weights.download import (
     Fetch,
     WeightsError,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.data.generation import GenerationSettings, Request, generate
 from dscout_jax.data.loops import loop_start
 from dscout_jax.models.target import apply_target, compute_logits, init_target
@@ -47,7 +47,8 @@ def requests():
 
 
 def answer_all(params, requests, settings):
-    rows = list(itertools.chain(*generate(params, CONFIG, requests, STOP_IDS, settings)))
+    answers = itertools.chain(*generate(params, CONFIG, requests, STOP_IDS, settings))
+    rows = [answer.response for answer in answers]
     assert sorted(r.id for r in rows) == sorted(r.id for r in requests)
     return {r.id: r for r in rows}
 
@@ -102,3 +103,21 @@ def test_prompts_that_do_not_fit_are_refused(params):
     for prompt in ((), (5,) * 13):
         with pytest.raises(ValueError, match=f"'p' has {len(prompt)} tokens, allowed are 1 to"):
             next(generate(params, CONFIG, [Request("p", prompt)], STOP_IDS, SETTINGS))
+
+
+@pytest.mark.parametrize("loop_ngram", [None, 3])
+def test_features_are_the_taps_of_a_pass_over_the_whole_answer(params, requests, loop_ngram):
+    settings = dataclasses.replace(SETTINGS, tap_ids=(0, 1), loop_ngram=loop_ngram)
+    answers = list(itertools.chain(*generate(params, CONFIG, requests, STOP_IDS, settings)))
+    plain = answer_all(params, requests, dataclasses.replace(SETTINGS, loop_ngram=loop_ngram))
+    forward = jax.jit(lambda t: apply_target(params, CONFIG, t, tap_ids=(0, 1)).taps)
+    for answer in answers:
+        assert answer.response == plain[answer.response.id]
+        tokens = answer.response.prompt + answer.response.response
+        assert len(answer.features) in (len(tokens) - 1, len(tokens))
+        padded = np.zeros((1, 40), np.int32)
+        padded[0, : len(tokens)] = tokens
+        expected = np.asarray(forward(padded)[0, : len(answer.features)])
+        # Rounded to bfloat16, eight bits.
+        found = answer.features.astype(np.float32)
+        np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.02)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dscout_jax.config import DrafterConfig, TargetConfig
+from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.decoding.speculative import make_draft_weights
 from dscout_jax.evaluation.benchmarks import first_difference
 from dscout_jax.evaluation.runners import Runners, fit_sizes

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dscout_jax.config import DrafterConfig, TargetConfig
+from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.models.drafter import init_drafter
 from dscout_jax.models.target import init_target
 from dscout_jax.weights.dflash import WEIGHTS_FILE, export_drafter

@@ -3,7 +3,7 @@ import pathlib
 
 import pytest
 
-from dscout_jax.config import from_config_dict
+from dscout_jax.config.experiment import from_config_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "experiments/configs/smollm2_dflash.py"

@@ -5,9 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dscout_jax.config import TargetConfig
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.models.cache import init_cache, rollback
-from dscout_jax.models.target import apply_target, compute_logits, embed, head_rows, init_target
+from dscout_jax.models.target import (
+    apply_target,
+    compute_logits,
+    embed,
+    finish_target,
+    head_rows,
+    init_target,
+    tail_params,
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +86,14 @@ def test_stopping_after_the_deepest_tap_gives_the_same_taps(tiny, tokens):
     part = apply_target(tiny.params, tiny.target, tokens, tap_ids=(1, 3), num_layers=4)
     np.testing.assert_array_equal(whole, part.taps)
     assert part.hidden is None
+
+
+def test_a_tap_can_be_followed_to_the_final_hidden_states(tiny, tokens):
+    out = apply_target(tiny.params, tiny.target, tokens, tap_ids=(2,))
+    kept = tail_params(tiny.params, tiny.target, 3)
+    assert "layers_2" not in kept and "layers_3" in kept
+    hidden = finish_target(kept, tiny.target, out.taps, 3)
+    np.testing.assert_allclose(hidden, out.hidden, atol=1e-5)
 
 
 def test_a_tied_head_is_the_embedding_table(tiny):

@@ -1,10 +1,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dscout_jax.objective.inclusion import anchor_mask, make_blocks, sample_anchors
+from dscout_jax.config.experiment import ObjectiveConfig
+from dscout_jax.objective.inclusion import (
+    anchor_mask,
+    make_blocks,
+    reveal_prefix,
+    sample_anchors,
+)
 
 
 def test_anchors_are_response_positions_with_a_successor():
@@ -85,3 +92,56 @@ def test_inclusion_agrees_with_a_literal_reading(length, start, num_anchors, see
             bool(valid[0, index]) and slot > 0 and anchor + slot < length for slot in range(4)
         ]
         assert out.included[0, index].tolist() == expected
+
+
+def reveal(law, rate, *, decay=1.0, num_blocks=4000, length=9, seed=0):
+    """Blocks of 6 slots in a row of 9 tokens, anchored at 1: slots 1 to 5 lie inside."""
+    objective = ObjectiveConfig(
+        horizons=((6, 1),), reveal=law, reveal_rate=rate, reveal_decay=decay
+    )
+    tokens = jnp.arange(10, 19)[None]
+    return make_blocks(
+        tokens,
+        jnp.array([length]),
+        jnp.ones((1, num_blocks), jnp.int32),
+        jnp.ones((1, num_blocks), bool),
+        block_size=6,
+        mask_token_id=99,
+        objective=objective,
+        reveal_key=jax.random.key(seed),
+    )
+
+
+@pytest.mark.parametrize("law", ["prefix", "random"])
+def test_what_is_revealed_is_an_input_and_never_supervised(law):
+    out = reveal(law, 0.5, length=6)  # slot 5 lies past the end
+    tokens, revealed, included = (
+        np.asarray(x[0]) for x in (out.inputs.tokens, out.revealed, out.included)
+    )
+    truth = np.arange(11, 17)[None].repeat(len(tokens), axis=0)
+    np.testing.assert_array_equal(tokens[revealed], truth[revealed])
+    assert (tokens[:, 1:][~revealed[:, 1:]] == 99).all()
+    assert not (revealed & included).any()
+    np.testing.assert_array_equal((revealed | included)[0], [False, True, True, True, True, False])
+    assert not revealed[:, 0].any() and not revealed[:, 5].any()
+
+
+def test_the_laws_of_revealing():
+    # Of 4000 blocks half reveal, one to four tokens; standard deviation of a count is at most 32.
+    lengths = np.asarray(reveal("prefix", 0.5).revealed[0]).sum(axis=1)
+    counts = np.bincount(lengths, minlength=5)
+    np.testing.assert_allclose(counts, [2000, 500, 500, 500, 500], atol=160)
+    truncated = np.asarray(reveal("prefix", 1.0, decay=0.5).revealed[0]).sum(axis=1)
+    expected = 4000 / 15 * np.array([0, 8, 4, 2, 1])
+    np.testing.assert_allclose(np.bincount(truncated, minlength=5), expected, atol=160)
+    # A rate of its own for each block makes all counts from none to five alike.
+    spread = np.asarray(reveal("random", 1.0).revealed[0]).sum(axis=1)
+    np.testing.assert_allclose(np.bincount(spread, minlength=6), 4000 / 6, atol=130)
+    assert not reveal("prefix", 0.0).revealed.any()
+    # Prefixes are prefixes.
+    shown = np.asarray(reveal("prefix", 1.0).revealed[0])[:, 1:]
+    assert (np.diff(shown.astype(int), axis=1) <= 0).all()
+
+
+def test_blocks_of_two_slots_reveal_no_prefix():
+    assert not reveal_prefix(jax.random.key(0), (1, 3, 2), 1.0).any()

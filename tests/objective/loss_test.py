@@ -3,18 +3,31 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from dscout_jax.config import ObjectiveConfig
+from dscout_jax.config.experiment import ObjectiveConfig
 from dscout_jax.models.target import apply_target, head_rows
-from dscout_jax.objective.loss import Frozen, chunked_slots, loss_sums, naive_slots
-from dscout_jax.objective.prediction import cross_entropy
+from dscout_jax.objective.loss import Frozen, loss_sums, reads_target
 
 OBJECTIVES = {
     "one horizon": ObjectiveConfig(horizons=((8, 6),), chunk_blocks=4),
     "two horizons, uneven chunks": ObjectiveConfig(horizons=((4, 3), (8, 5)), chunk_blocks=7),
     "uniform": ObjectiveConfig(horizons=((4, 5),), weighting="uniform", chunk_blocks=100),
+    "reach": ObjectiveConfig(
+        horizons=((4, 3), (8, 5)), reveal_rate=0.5, weighting="reach", acceptance="ema", floor=0.05
+    ),
+    # Combinations of the factors are gone through in slots_test.py, without a model.
+    "everything": ObjectiveConfig(
+        horizons=((4, 3), (8, 5)),
+        reveal="random",
+        reveal_rate=1.0,
+        weighting="marginal",
+        acceptance="overlap",
+        weight_warmup=0.5,
+        horizon_correction=True,
+        prediction="0.3*soft_ce + 0.7*tv + ce",
+        chunk_blocks=5,
+    ),
 }
 
 
@@ -26,8 +39,8 @@ def batch(tiny):
         "length": jnp.array([24, 20, 9]),
         "response_start": jnp.array([5, 3, 8]),  # the last row has no valid anchor
     }
-    taps = apply_target(tiny.params, tiny.target, tokens, tap_ids=(1, 2, 4)).taps
-    return rows, taps
+    out = apply_target(tiny.params, tiny.target, tokens, tap_ids=(1, 2, 4))
+    return rows | {"target_hidden": out.hidden}, out.taps
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +58,8 @@ def loss(tiny, frozen, features, rows, objective, *, naive=False, params=None):
             jax.random.key(3),
             config=tiny.drafter,
             objective=objective,
+            warmth=0.7,
+            acceptance=tuple(jnp.linspace(0.9, 0.2, size - 1) for size, _ in objective.horizons),
             naive=naive,
         )
         return numerator / jnp.maximum(denominator, 1e-9), (denominator, sums)
@@ -66,23 +81,16 @@ def test_value_and_gradient_equal_the_naive_twin(tiny, frozen, batch, name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), sums, naive_sums)
 
 
-def test_cross_entropy_agrees_with_optax():
-    logits = jax.random.normal(jax.random.key(0), (3, 4, 11)) * 5
-    labels = jax.random.randint(jax.random.key(1), (3, 4), 0, 11)
-    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    np.testing.assert_allclose(cross_entropy(logits, labels), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_loss_is_the_weighted_mean_of_slot_losses_of_a_hand_made_block():
-    # Two slots whose logits are written down: losses log 2 and log 4.
-    hidden = jnp.eye(2)[None]  # [1 block, 2 slots, D = 2]
-    head = jnp.array([[0.0, np.log(3.0)], [0.0, 0.0]])
-    labels = jnp.array([[0, 1]])
-    weight = jnp.array([[1.0, 0.5]])
-    total, slot_loss, correct = chunked_slots(1, "ce", hidden, head, labels, weight)
-    np.testing.assert_allclose(slot_loss[0], [np.log(2.0), np.log(4.0)], rtol=1e-6)
-    np.testing.assert_allclose(total, np.log(2.0) + 0.5 * np.log(4.0), rtol=1e-6)
-    assert correct[0].tolist() == [1.0, 0.0]  # slot 0 is an exact tie, which counts
+def test_only_what_reads_the_target_asks_for_its_hidden_states(tiny, frozen, batch):
+    rows, features = batch
+    del (rows := dict(rows))["target_hidden"]
+    reading = {name for name, objective in OBJECTIVES.items() if reads_target(objective)}
+    assert reading == {"everything"}
+    assert reads_target(ObjectiveConfig(horizons=((4, 1),), prediction="0.1*ce + 0.9*tv"))
+    assert not reads_target(ObjectiveConfig(horizons=((4, 1),), prediction="expected_length"))
+    loss(tiny, frozen, features, rows, OBJECTIVES["reach"])
+    with pytest.raises(KeyError, match="target_hidden"):
+        loss(tiny, frozen, features, rows, OBJECTIVES["everything"])
 
 
 def test_features_at_or_after_the_anchors_do_not_move_the_loss(tiny, frozen, batch):
@@ -144,20 +152,3 @@ def test_a_pruned_vocabulary_restricts_the_softmax_and_cuts_blocks(tiny, frozen,
     (_, (whole_count, _)), _ = loss(tiny, frozen, features, rows, OBJECTIVES["uniform"])
     assert 0 < float(count) < float(whole_count)
     assert np.isfinite(float(value))
-
-
-def test_reports_carry_no_gradient_and_the_total_does():
-    hidden = jax.random.normal(jax.random.key(0), (3, 2, 4))
-    head = jax.random.normal(jax.random.key(1), (5, 4))
-    labels = jnp.zeros((3, 2), jnp.int32)
-    weight = jnp.ones((3, 2))
-
-    def total(hidden):
-        return chunked_slots(2, "ce", hidden, head, labels, weight)[0]
-
-    def naive(hidden):
-        return naive_slots("ce", hidden, head, labels, weight)[0]
-
-    np.testing.assert_allclose(jax.grad(total)(hidden), jax.grad(naive)(hidden), atol=1e-6)
-    reported = jax.grad(lambda h: chunked_slots(2, "ce", h, head, labels, weight)[1].sum())(hidden)
-    assert not np.any(reported)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dscout_jax.config import OptimizerConfig
+from dscout_jax.config.experiment import OptimizerConfig
 from dscout_jax.training.checkpoint import Checkpointer, changed_fields
 from dscout_jax.training.state import init_state, make_optimizer
 

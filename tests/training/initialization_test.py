@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dscout_jax.config import ConfigError, TargetConfig
+from dscout_jax.config.checks import ConfigError
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.models.drafter import init_drafter
 from dscout_jax.models.target import apply_target, init_target
 from dscout_jax.training.initialization import (

@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from dscout_jax.config import ConfigError
+from dscout_jax.config.checks import ConfigError
 from dscout_jax.data.pipeline import make_examples
 from dscout_jax.data.responses import Response
 from dscout_jax.data.store import ResponseStore

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from dscout_jax.config import ConfigError
+from dscout_jax.config.checks import ConfigError
 from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.training.loop import TrainingError, train
 from dscout_jax.training.metrics import read_jsonl
@@ -158,6 +158,19 @@ def test_cached_features_train_as_features_computed_in_the_step_do(uninterrupted
     for name in ("train/loss", "validation/loss"):
         # The cache is filled in other batch shapes: float32 sums may round to another bfloat16.
         np.testing.assert_allclose(losses(tmp_path / "run", name), losses(online, name), rtol=2e-3)
+
+
+def test_soft_labels_from_cached_features_equal_those_of_the_whole_target(tmp_path):
+    soft = {"prediction": "soft_ce", "weighting": "reach", "acceptance": "overlap"}
+    cached = {"features": "cached", "feature_cache": str(tmp_path / "cache")}
+    run(tmp_path / "online", objective=soft)
+    run(tmp_path / "cached", objective=soft, data=cached)
+    np.testing.assert_allclose(losses(tmp_path / "cached"), losses(tmp_path / "online"), rtol=2e-3)
+    last = read_jsonl(tmp_path / "cached/metrics.jsonl")[-2]
+    for name in ("loss", "accuracy", "acceptance", "weight"):
+        assert len(last[f"train/{name}_per_slot"]) == 3
+    assert last["train/weight_per_slot"][0] == 1.0
+    assert 0 < last["train/effective_share"] <= 1
 
 
 def test_training_learns_what_there_is_to_learn(tmp_path):

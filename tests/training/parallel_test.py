@@ -4,15 +4,15 @@ import numpy as np
 import optax
 import pytest
 
-from dscout_jax.config import OptimizerConfig
+from dscout_jax.config.experiment import OptimizerConfig
 from dscout_jax.training.parallel import build_state, make_train_step
 from dscout_jax.training.state import init_state, make_optimizer, make_schedule
 
 
-def squared_error(params, frozen, batch, key):
+def squared_error(state, params, frozen, batch):
     """Sum of weighted squared errors and sum of weights, with noise from the step's key."""
     error = batch["x"] @ params["fc"]["weight"] * frozen - batch["y"]
-    noise = jax.random.uniform(key)
+    noise = jax.random.uniform(jax.random.fold_in(state.key, state.step))
     return (batch["w"] * error**2).sum(), batch["w"].sum(), {"noise": noise}
 
 

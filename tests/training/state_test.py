@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from dscout_jax.config import OptimizerConfig
+from dscout_jax.config.experiment import OptimizerConfig
 from dscout_jax.training.state import decayed, make_optimizer, make_schedule
 
 PARAMS = {"fc": {"weight": jnp.ones((3, 2))}, "norm": {"scale": jnp.ones((2,))}}

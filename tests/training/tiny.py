@@ -5,7 +5,8 @@ import functools
 import jax
 import numpy as np
 
-from dscout_jax.config import TargetConfig, from_config_dict
+from dscout_jax.config.experiment import from_config_dict
+from dscout_jax.config.models import TargetConfig
 from dscout_jax.data.responses import Response
 from dscout_jax.models.target import init_target
 from dscout_jax.weights.targets import LoadedTarget

@@ -1,0 +1,1 @@
+"""Static choices as frozen dataclasses, checked once when they are made."""
