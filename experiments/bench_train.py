@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import runpy
-import time
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,8 @@ from dscout_jax.data.responses import Response
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.report import write_samples
 from dscout_jax.files import require_writable
-from dscout_jax.objective.slots import Schedule, Slots, chunked_slots
-from dscout_jax.throughput.latency import interleave, medians
+from dscout_jax.objective.slots import Schedule, Slots, slot_terms
+from dscout_jax.throughput.latency import interleave, medians, timed
 from dscout_jax.training.setup import Setup, prepare
 from dscout_jax.weights.targets import load_target
 
@@ -83,13 +82,6 @@ def head_inputs(setup: Setup) -> list[tuple]:
     return inputs
 
 
-def timed(function) -> float:
-    """Returns the seconds that `function` takes to finish on the device."""
-    start = time.perf_counter()
-    jax.block_until_ready(function())
-    return time.perf_counter() - start
-
-
 def make_timers(setup: Setup, batch: dict) -> dict:
     """Returns one timer for each part of a step."""
     held = {"state": setup.first_state()}
@@ -100,7 +92,7 @@ def make_timers(setup: Setup, batch: dict) -> dict:
     def head(parts):
         def total(hiddens):
             sums = (
-                chunked_slots(objective, hidden.shape[1] + 1, hidden, *part[1:])[0]
+                slot_terms(objective, hidden, *part[1:])[0]
                 for hidden, part in zip(hiddens, parts, strict=True)
             )
             return sum(sums)

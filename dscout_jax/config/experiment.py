@@ -130,7 +130,7 @@ class ObjectiveConfig:
         prediction: `ce`, `soft_ce`, `reverse_kl`, `tv`, `lk_hybrid`, `nla`, `expected_length`, or a
             weighted sum like `0.1*ce + 0.9*tv`.
         normalizer: `weights`, `count`, `blocks` or `none`.
-        chunk_blocks: blocks whose logits exist at the same time.
+        chunk_anchors: blocks of each row whose activations and logits exist at the same time.
     """
 
     horizons: tuple[tuple[int, int], ...]
@@ -147,7 +147,7 @@ class ObjectiveConfig:
     horizon_shares: tuple[tuple[int, float], ...] = ()
     prediction: str = "ce"
     normalizer: str = "weights"
-    chunk_blocks: int = 64
+    chunk_anchors: int = 8
 
     def __post_init__(self) -> None:
         _require_pairs(self.horizons, "objective.horizons", "anchors >= 1")
@@ -209,7 +209,11 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSection:
-    """Length and cadence of a run, all in steps; `batch_size` in rows."""
+    """Length and cadence of a run, all in steps; `batch_size` in rows.
+
+    `remat` keeps only the inputs of the drafter's layers for the backward pass: less memory, one
+    more forward pass.
+    """
 
     num_steps: int
     batch_size: int = 8
@@ -219,6 +223,7 @@ class TrainSection:
     eval_rows: int = 64
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    remat: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "train", besides=("seed",))

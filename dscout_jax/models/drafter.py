@@ -141,23 +141,29 @@ class Drafter(nn.Module):
         pairs = [layer.self_attn.keys_values(context, rotary) for layer in self.layers[:num_layers]]
         return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
-    def blocks(self, embeddings, positions, context, slot_mask, num_layers):
+    def blocks(self, embeddings, positions, context, slot_mask, num_layers, remat):
         """See `draft_blocks`."""
         cfg = self.config
         rotary = rotary_table(positions, cfg.head_dim, cfg.rope_theta)
         anchors = positions[:, :, 0]
         x = embeddings
-        for index, layer in enumerate(self.layers[:num_layers]):
-            q, k, v = layer.project(x, rotary)
+        for index in range(len(self.layers[:num_layers])):
+
+            def run(module, x, pair, index=index):
+                layer = module.layers[index]
+                q, k, v = layer.project(x, rotary)
+                attended = block_attention(q, rotary, pair, (k, v), anchors, slot_mask)
+                return layer.finish(x, attended)
+
             pair = (context.keys[index], context.values[index])
-            x = layer.finish(x, block_attention(q, rotary, pair, (k, v), anchors, slot_mask))
+            x = (nn.remat(run) if remat else run)(self, x, pair)
         return self.norm(x)
 
     def everything(self, features, embeddings):
         """Touches every parameter once, for initialisation."""
         context = self.context(features, jnp.zeros((1, 1), jnp.int32), None)
         position = jnp.zeros((1, 1, 1), jnp.int32)
-        return self.blocks(embeddings, position, context, None, None)
+        return self.blocks(embeddings, position, context, None, None, False)
 
 
 @flax.struct.dataclass
@@ -254,6 +260,7 @@ def draft_blocks(
     *,
     slot_mask: jax.Array | None = None,
     num_layers: int | None = None,
+    remat: bool = False,
 ) -> jax.Array:
     """Denoises A blocks of every row in one pass.
 
@@ -265,6 +272,7 @@ def draft_blocks(
         context: of `project_context`, S positions; a block sees those strictly before its anchor.
         slot_mask: [B, A, G] boolean; False removes a slot as a key (its output means nothing).
         num_layers: static depth d; None = all layers.
+        remat: static; keep only the layers' inputs for the backward pass and run each layer again.
 
     Returns:
         [B, A, G, D] after the final norm; the target's head turns slot j into logits for the token
@@ -277,5 +285,6 @@ def draft_blocks(
         context,
         slot_mask,
         num_layers,
+        remat,
         method=Drafter.blocks,
     )

@@ -7,6 +7,8 @@
 Source: METHOD sections 2 and 2.4.
 """
 
+from functools import partial
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,9 @@ from dscout_jax.config.models import DrafterConfig
 from dscout_jax.models.drafter import Context, draft_blocks, project_context
 from dscout_jax.objective import acceptance as estimates
 from dscout_jax.objective import prediction
+from dscout_jax.objective.chunks import split_chunks, sum_chunks
 from dscout_jax.objective.inclusion import Blocks, anchor_mask, make_blocks, sample_anchors
-from dscout_jax.objective.slots import Schedule, Slots, chunked_slots, naive_slots
+from dscout_jax.objective.slots import Schedule, Slots, slot_terms
 
 
 @flax.struct.dataclass
@@ -73,6 +76,7 @@ def loss_sums(
     objective: ObjectiveConfig,
     warmth: jax.Array | float = 1.0,
     acceptance: tuple[jax.Array, ...] | None = None,
+    remat: bool = False,
     naive: bool = False,
 ) -> tuple[jax.Array, jax.Array, dict[int, SlotSums]]:
     """Draws blocks and returns the sums whose ratio is the loss.
@@ -89,7 +93,8 @@ def loss_sums(
         warmth: u [] in [0, 1], how far the weights are warmed up.
         acceptance: per horizon the running mean acceptance [G - 1] of each slot, for acceptance
             `ema`; None = 1.
-        naive: materialise all logits; same value and gradient, for tests.
+        remat: static; the drafter keeps its layers' inputs only, less memory for more time.
+        naive: all blocks at once, differentiated as it stands; the same numbers, for tests.
 
     Returns:
         numerator [], denominator [] (divide after summing each over all devices; the denominator is
@@ -123,20 +128,18 @@ def loss_sums(
             objective=objective,
             reveal_key=reveal_key,
         )
-        total, slots = horizon_sums(
-            drafter_params,
-            frozen,
-            context,
-            blocks,
-            target_hidden,
-            Schedule(
-                jnp.float32(warmth),
-                jnp.ones(block_size - 1) if acceptance is None else acceptance[index],
-            ),
-            config=config,
-            objective=objective,
-            naive=naive,
+        schedule = Schedule(
+            jnp.float32(warmth),
+            jnp.ones(block_size - 1) if acceptance is None else acceptance[index],
         )
+        block_fn = partial(block_sums, config, objective, remat)
+        learned, constants = (drafter_params, context), (frozen, target_hidden, schedule)
+        if naive:
+            total, slots = block_fn(learned, constants, blocks)
+        else:
+            num_chunks = -(-num_anchors // objective.chunk_anchors)
+            chunks = split_chunks(blocks, num_chunks)
+            total, slots = sum_chunks(block_fn, learned, constants, chunks)
         numerator = numerator + total
         denominator = denominator + normalizer(objective.normalizer, slots, valid)
         sums[block_size] = slots
@@ -161,19 +164,17 @@ def normalizer(name: str, slots: SlotSums, valid: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(shares[name]())
 
 
-def horizon_sums(
-    drafter_params: dict,
-    frozen: Frozen,
-    context: Context,
-    blocks: Blocks,
-    target_hidden: jax.Array | None,
-    schedule: Schedule,
-    *,
+def block_sums(
     config: DrafterConfig,
     objective: ObjectiveConfig,
-    naive: bool,
+    remat: bool,
+    learned: tuple[dict, Context],
+    constants: tuple[Frozen, jax.Array | None, Schedule],
+    blocks: Blocks,
 ) -> tuple[jax.Array, SlotSums]:
-    """Returns sum of I * W * l [] over the blocks of one horizon, and its `SlotSums`."""
+    """Returns the sum of I * W * l [] over some blocks of one horizon, and its `SlotSums`."""
+    drafter_params, context = learned
+    frozen, target_hidden, schedule = constants
     block_size = blocks.labels.shape[-1]
     hidden = draft_blocks(
         drafter_params,
@@ -181,6 +182,7 @@ def horizon_sums(
         jnp.take(frozen.embedding, blocks.inputs.tokens, axis=0),
         blocks.inputs.positions,
         context,
+        remat=remat,
     )
     labels = blocks.labels if frozen.draft_index is None else frozen.draft_index[blocks.labels]
 
@@ -197,8 +199,7 @@ def horizon_sums(
         rows = jnp.arange(target_hidden.shape[0])[:, None, None]
         at = jnp.clip(blocks.inputs.positions - 1, 0, target_hidden.shape[1] - 1)
         slots = slots.replace(target_hidden=drafted(target_hidden[rows, at]))
-    slots_fn = naive_slots if naive else chunked_slots
-    total, terms = slots_fn(objective, block_size, drafted(hidden), frozen.head, slots, schedule)
+    total, terms = slot_terms(objective, drafted(hidden), frozen.head, slots, schedule)
 
     def by_slot(x):
         return jax.lax.stop_gradient(jnp.pad(x.sum(axis=0), (1, 0)))

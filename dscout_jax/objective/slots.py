@@ -1,13 +1,7 @@
-"""The pass over the slots of many blocks: logits, weights and losses, a few blocks at a time.
+"""From the drafter's outputs to I * W * l of every slot of some blocks.
 
-The vocabulary axis exists for `chunk_blocks` blocks only, and the gradient with respect to the
-hidden states is taken in the same pass as the value, so no logits are kept or computed twice.
-`naive_slots` is the same formula with all logits at once, for tests.
-
-Source: METHOD sections 2 and 2.3.
+Source: METHOD section 2.
 """
-
-from functools import partial
 
 import flax.struct
 import jax
@@ -68,15 +62,22 @@ class Terms:
     accepted: jax.Array
 
 
-def naive_slots(
+def slot_terms(
     objective: ObjectiveConfig,
-    block_size: int,
     hidden: jax.Array,
     head: jax.Array,
     slots: Slots,
     schedule: Schedule,
 ) -> tuple[jax.Array, Terms]:
-    """Returns what `chunked_slots` returns, with all logits at once."""
+    """Returns the sum of I * W * l [] over the slots of M blocks, and its `Terms`.
+
+    Args:
+        objective: static choices of the factors.
+        hidden: [M, K, D] drafter outputs; the gradient flows through l to them.
+        head: [Vd, D].
+        slots: of the M blocks.
+        schedule: state of the run.
+    """
 
     def logits(x):
         return jnp.einsum("mkd,vd->mkv", x, head, preferred_element_type=jnp.float32)
@@ -93,7 +94,7 @@ def naive_slots(
         ema=schedule.ema,
     )
     loss = jnp.where(slots.included, slot_losses(objective.prediction, scores), 0.0)
-    weight = slot_weights(objective, block_size, scores, schedule.warmth)
+    weight = slot_weights(objective, hidden.shape[1] + 1, scores, schedule.warmth)
     estimate = "target_prob" if objective.acceptance == "ema" else objective.acceptance
     terms = Terms(
         loss=loss,
@@ -102,70 +103,3 @@ def naive_slots(
         accepted=jnp.where(slots.included, acceptance(estimate, scores), 0.0),
     )
     return (weight * loss).sum(), jax.lax.stop_gradient(terms)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def chunked_slots(objective, block_size, hidden, head, slots, schedule):
-    """Sums weight * loss over slots, `objective.chunk_blocks` blocks of logits at a time.
-
-    Args:
-        objective: static choices of the factors.
-        block_size: G = K + 1, static.
-        hidden: [M, K, D] drafter outputs; the only input with a gradient.
-        head: [Vd, D].
-        slots: of the M blocks.
-        schedule: state of the run.
-
-    Returns:
-        total [] with a gradient, and `Terms` without.
-    """
-    return _scan_chunks(objective, block_size, hidden, head, slots, schedule, False)[:2]
-
-
-def _scan_chunks(objective, block_size, hidden, head, slots, schedule, with_gradient):
-    num_blocks = hidden.shape[0]
-    chunk = min(objective.chunk_blocks, num_blocks)
-    padding = -num_blocks % chunk
-
-    def split(x):
-        x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
-        return x.reshape(-1, chunk, *x.shape[1:])
-
-    def one(hidden, slots):
-        return naive_slots(objective, block_size, hidden, head, slots, schedule)
-
-    def body(total, chunk_inputs):
-        if with_gradient:
-            (part, terms), gradient = jax.value_and_grad(one, has_aux=True)(*chunk_inputs)
-        else:
-            (part, terms), gradient = one(*chunk_inputs), ()
-        return total + part, (terms, gradient)
-
-    inputs = jax.tree.map(split, (hidden, slots))
-    total, (terms, gradient) = jax.lax.scan(body, jnp.float32(0.0), inputs)
-    terms, gradient = jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:])[:num_blocks], (terms, gradient)
-    )
-    return total, terms, gradient
-
-
-def _chunked_forward(objective, block_size, hidden, head, slots, schedule):
-    total, terms, gradient = _scan_chunks(
-        objective, block_size, hidden, head, slots, schedule, True
-    )
-    return (total, terms), (gradient, head, slots, schedule)
-
-
-def _chunked_backward(objective, block_size, residuals, cotangents):
-    gradient, *frozen = residuals
-    # The terms are reports: their cotangents are dropped by design.
-    return cotangents[0] * gradient, *jax.tree.map(_no_gradient, frozen)
-
-
-def _no_gradient(x):
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return jnp.zeros(x.shape, jax.dtypes.float0)
-
-
-chunked_slots.defvjp(_chunked_forward, _chunked_backward)

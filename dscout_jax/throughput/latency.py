@@ -9,6 +9,7 @@ Source: METHOD section 4, "Latency".
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,13 @@ def phase_timers(
         return time.perf_counter() - begin
 
     return {"draft": draft, "verify": verify}
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Returns the seconds that `function` takes to finish on the device."""
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
 
 
 def interleave(

@@ -36,7 +36,8 @@ FREE_FIELDS = (
     "data.store",
     "data.features",
     "data.feature_cache",
-    "objective.chunk_blocks",
+    "train.remat",
+    "objective.chunk_anchors",
 )
 
 

@@ -224,6 +224,7 @@ def prepare(
             objective=config.objective,
             warmth=jnp.minimum((state.step + 1) / warmup, 1.0),
             acceptance=state.acceptance,
+            remat=config.train.remat,
         )
 
     # Held-out losses are DFlash's whatever is trained, so that runs can be compared.

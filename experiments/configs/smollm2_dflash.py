@@ -48,7 +48,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.objective.gamma = 4.0  # slots
     config.objective.prediction = "ce"
     config.objective.normalizer = "weights"
-    config.objective.chunk_blocks = 64  # blocks whose logits exist at once
+    config.objective.chunk_anchors = 8  # blocks of a row whose logits exist at once
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 1e-3  # peak

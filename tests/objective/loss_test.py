@@ -10,9 +10,9 @@ from dscout_jax.models.target import apply_target, head_rows
 from dscout_jax.objective.loss import Frozen, loss_sums, reads_target
 
 OBJECTIVES = {
-    "one horizon": ObjectiveConfig(horizons=((8, 6),), chunk_blocks=4),
-    "two horizons, uneven chunks": ObjectiveConfig(horizons=((4, 3), (8, 5)), chunk_blocks=7),
-    "uniform": ObjectiveConfig(horizons=((4, 5),), weighting="uniform", chunk_blocks=100),
+    "one horizon": ObjectiveConfig(horizons=((8, 6),), chunk_anchors=4),
+    "two horizons, uneven chunks": ObjectiveConfig(horizons=((4, 3), (8, 5)), chunk_anchors=2),
+    "uniform": ObjectiveConfig(horizons=((4, 5),), weighting="uniform", chunk_anchors=100),
     "reach": ObjectiveConfig(
         horizons=((4, 3), (8, 5)), reveal_rate=0.5, weighting="reach", acceptance="ema", floor=0.05
     ),
@@ -26,7 +26,7 @@ OBJECTIVES = {
         weight_warmup=0.5,
         horizon_correction=True,
         prediction="0.3*soft_ce + 0.7*tv + ce",
-        chunk_blocks=5,
+        chunk_anchors=2,
     ),
 }
 

@@ -1,6 +1,7 @@
 """Hand-computed blocks: logits are chosen as logarithms, so probabilities can be read off."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -15,7 +16,8 @@ from dscout_jax.config.experiment import ACCEPTANCES, PREDICTIONS, WEIGHTINGS, O
 from dscout_jax.objective import acceptance, prediction, weighting
 from dscout_jax.objective.acceptance import Scores
 from dscout_jax.objective.methods import METHODS
-from dscout_jax.objective.slots import Schedule, Slots, chunked_slots, naive_slots
+from dscout_jax.objective.chunks import split_chunks, sum_chunks
+from dscout_jax.objective.slots import Schedule, Slots, slot_terms
 
 PLAIN = ObjectiveConfig(horizons=((4, 1),), smoothing=0.0)
 
@@ -183,53 +185,69 @@ def test_the_marginal_weights_give_the_gradient_of_the_expected_length(seed):
     weighted = dataclasses.replace(PLAIN, weighting="marginal", gamma=2.0)
     exact = dataclasses.replace(weighted, weighting="uniform", prediction="expected_length")
     gradients = [
-        jax.grad(lambda h, o=objective: naive_slots(o, 8, h, head, slots, schedule)[0])(hidden)
+        jax.grad(lambda h, o=objective: slot_terms(o, h, head, slots, schedule)[0])(hidden)
         for objective in (weighted, exact)
     ]
     assert np.abs(gradients[0]).max() > 1e-3
     np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def require_same(objective, *args):
-    """Value, reports and gradient of the chunked pass equal those of the naive one."""
-
-    def run(slots_fn):
-        def total(hidden):
-            return slots_fn(objective, hidden.shape[1] + 1, hidden, *args[1:])
-
-        return jax.jit(jax.value_and_grad(total, has_aux=True))(args[0])
-
-    ours, naive = run(chunked_slots), run(naive_slots)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), ours, naive)
+def toy_blocks(objective, scale, constants, blocks):
+    """The loss of blocks [1, M, K, ...] whose drafter is one matrix."""
+    inputs, slots = jax.tree.map(lambda x: x[0], blocks)
+    head, schedule = constants
+    total, terms = slot_terms(objective, inputs @ scale, head, slots, schedule)
+    return total, jax.tree.map(lambda x: x.sum(axis=0), terms)
 
 
-def test_chunks_equal_the_naive_pass_for_every_pair_of_factors():
+def require_same(objective, chunk, hidden, head, slots, schedule):
+    """Value, reports and gradient over chunks equal those of all blocks at once."""
+    blocks = jax.tree.map(lambda x: x[None], (hidden, slots))
+    block_fn = functools.partial(toy_blocks, objective)
+    scale = jnp.eye(6) + 0.1 * jax.random.normal(jax.random.key(9), (6, 6))
+
+    def chunked(scale):
+        chunks = split_chunks(blocks, -(-len(hidden) // chunk))
+        return sum_chunks(block_fn, scale, (head, schedule), chunks)
+
+    def naive(scale):
+        return block_fn(scale, (head, schedule), blocks)
+
+    ours, expected = (
+        jax.jit(jax.value_and_grad(way, has_aux=True))(scale) for way in (chunked, naive)
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5), ours, expected
+    )
+
+
+def test_chunks_equal_the_whole_for_every_pair_of_factors():
     args = random_slots(0, 4, 5)
     for (i, weight_name), (j, loss_name) in itertools.product(
         enumerate(WEIGHTINGS), enumerate(PREDICTIONS)
     ):
         objective = ObjectiveConfig(
             horizons=((6, 1),), weighting=weight_name, prediction=loss_name, gamma=3.0, floor=0.01,
-            acceptance=ACCEPTANCES[(i + j) % len(ACCEPTANCES)], weight_warmup=0.5, chunk_blocks=3,
+            acceptance=ACCEPTANCES[(i + j) % len(ACCEPTANCES)], weight_warmup=0.5,
         )  # fmt: skip
         with jax.disable_jit():  # programs for all would take minutes to compile
-            require_same(objective, *args)
+            require_same(objective, 3, *args)
 
 
 @settings(deadline=None, max_examples=4)
 @given(st.integers(1, 9), st.integers(1, 7), st.integers(1, 10))
-def test_chunks_equal_the_naive_pass_whatever_the_shape(num_blocks, num_slots, chunk):
+def test_chunks_equal_the_whole_whatever_the_shape(num_blocks, num_slots, chunk):
     objective = ObjectiveConfig(
         horizons=((num_slots + 1, 1),), weighting="reach", acceptance="overlap", gamma=3.0,
-        prediction="ce + tv", chunk_blocks=chunk,
+        prediction="ce + tv",
     )  # fmt: skip
-    require_same(objective, *random_slots(num_blocks, num_blocks, num_slots))
+    require_same(objective, chunk, *random_slots(num_blocks, num_blocks, num_slots))
 
 
 def test_what_is_not_supervised_has_no_gradient_at_all():
     hidden, head, slots, schedule = random_slots(3, 6, 5)
     objective = dataclasses.replace(PLAIN, weighting="marginal", gamma=2.0, prediction="lk_hybrid")
-    gradient = jax.grad(lambda h: chunked_slots(objective, 6, h, head, slots, schedule)[0])(hidden)
+    gradient = jax.grad(lambda h: slot_terms(objective, h, head, slots, schedule)[0])(hidden)
     outside = np.asarray(~slots.included)
     assert outside.any() and not np.any(np.asarray(gradient)[outside])
     assert np.any(np.asarray(gradient)[~outside])
@@ -239,7 +257,8 @@ def test_reports_carry_no_gradient():
     hidden, head, slots, schedule = random_slots(4, 3, 2)
 
     def reported(hidden):
-        return chunked_slots(PLAIN, 4, hidden, head, slots, schedule)[1].loss.sum()
+        objective = dataclasses.replace(PLAIN, gamma=2.0)
+        return slot_terms(objective, hidden, head, slots, schedule)[1].loss.sum()
 
     assert not np.any(jax.grad(reported)(hidden))
 
@@ -272,8 +291,8 @@ def test_a_published_method_is_a_point_of_the_product(name, weight, loss):
     hidden, target = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (Q, P))
     slots = Slots(jnp.zeros((2, 3), int), jnp.asarray(~revealed), jnp.asarray(revealed), target)
     # With the identity as head, the hidden states are the logits.
-    total, terms = chunked_slots(
-        objective, 4, hidden, jnp.eye(3), slots, Schedule(jnp.float32(1.0), jnp.ones(3))
+    total, terms = slot_terms(
+        objective, hidden, jnp.eye(3), slots, Schedule(jnp.float32(1.0), jnp.ones(3))
     )
     np.testing.assert_allclose(terms.weight, weight, rtol=1e-5)
     np.testing.assert_allclose(terms.loss, np.where(revealed, 0.0, loss), rtol=1e-4, atol=1e-6)

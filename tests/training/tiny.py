@@ -56,7 +56,7 @@ def make_experiment(**changes):
             "validation_fraction": 0.2,
             "feature_dtype": "bfloat16",
         },
-        "objective": {"horizons": ((4, 6),), "chunk_blocks": 8},
+        "objective": {"horizons": ((4, 6),), "chunk_anchors": 4},
         "optimizer": {"learning_rate": 3e-3},
         "train": {
             "num_steps": 6,
