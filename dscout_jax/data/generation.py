@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from dscout_jax.config.models import TargetConfig
@@ -137,7 +138,8 @@ def generate(
                 features = None
                 if settings.tap_ids:
                     num_fed = min(len(request.prompt) + len(kept), length[slot] - 1)
-                    features = np.asarray(state.taps[slot])[:num_fed]
+                    words = np.asarray(state.taps[slot])[:num_fed]
+                    features = words.view(ml_dtypes.bfloat16)
                 finished.append(Answer(response, features))
                 del running[slot]
         still_running = np.asarray([slot in running for slot in range(settings.slots)])

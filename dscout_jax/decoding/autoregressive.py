@@ -24,8 +24,9 @@ class GenerationState:
         done: [B] boolean; a done row neither writes nor advances.
         cache: target cache with S positions; `cache.length == length - 1` while running.
         keys: [B] typed PRNG keys, folded with the position of each sampled token.
-        taps: [B, S, C * D] bfloat16 tapped residual streams of the tokens in the cache; None where
-            none are asked for.
+        taps: [B, S, C * D] uint16, the bfloat16 words of the tapped residual streams of the tokens
+            in the cache; None where none are asked for. (On a CPU, XLA would turn a whole buffer of
+            bfloat16 into float32 and back to write one position.)
     """
 
     tokens: jax.Array
@@ -50,7 +51,7 @@ def init_generation(
         done=jnp.ones((batch,), bool),
         cache=init_cache(config, batch, capacity),
         keys=jax.random.split(jax.random.key(0), batch),
-        taps=jnp.zeros((batch, capacity, width), jnp.bfloat16) if num_taps else None,
+        taps=jnp.zeros((batch, capacity, width), jnp.uint16) if num_taps else None,
     )
 
 
@@ -136,7 +137,11 @@ def admit_rows(
 
 
 def _place_taps(buffer, taps, slots):
-    return buffer.at[slots, : taps.shape[1]].set(taps.astype(buffer.dtype), mode="drop")
+    return buffer.at[slots, : taps.shape[1]].set(_to_words(taps), mode="drop")
+
+
+def _to_words(taps):
+    return jax.lax.bitcast_convert_type(taps.astype(jnp.bfloat16), jnp.uint16)
 
 
 @partial(
@@ -199,7 +204,7 @@ def decode_one(
     taps = state.taps
     if tap_ids:
         fed = jnp.where(running, state.length - 1, taps.shape[1])
-        taps = taps.at[rows, fed].set(out.taps[:, 0].astype(taps.dtype), mode="drop")
+        taps = taps.at[rows, fed].set(_to_words(out.taps[:, 0]), mode="drop")
     return state.replace(
         tokens=state.tokens.at[rows, at].set(token, mode="drop"),
         length=length,

@@ -1,9 +1,10 @@
-import importlib.util
 import pathlib
+import runpy
 
 import pytest
 
 from dscout_jax.config.experiment import from_config_dict
+from dscout_jax.objective.methods import METHODS
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "experiments/configs/smollm2_dflash.py"
@@ -14,6 +15,10 @@ CONFIG = "experiments/configs/smollm2_dflash.py"
     [
         ([f"--config={CONFIG}", "--config.optimizer.lerning_rate=1"], "learning_rate"),
         ([f"--config={CONFIG}:smok"], "config variant 'smok' is unknown; allowed: mixed, smoke"),
+        (
+            [f"--config={CONFIG}", "--config.objective.weighting=wide"],
+            "objective.weighting='wide' is not allowed; use one of uniform, exp_decay, reach",
+        ),
         (["--config=nowhere.py"], "No such file or directory: 'nowhere.py'"),
         ([], "--config is missing"),
         ([f"--config={CONFIG}", "--config.train.num_steps=0"], "train.num_steps=0 is not allowed"),
@@ -31,11 +36,21 @@ def test_bad_input_ends_with_one_clear_line(run_script, tmp_path, arguments, mes
     assert "Traceback" not in ended.stderr.replace(lines[0], "")
 
 
-@pytest.mark.parametrize("variant", ["", "mixed", "smoke"])
-def test_every_variant_of_the_config_is_a_valid_experiment(variant):
-    spec = importlib.util.spec_from_file_location("smollm2_dflash", ROOT / CONFIG)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    experiment = from_config_dict(module.get_config(variant).to_dict())
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("smollm2_dflash", ""),
+        ("smollm2_dflash", "mixed"),
+        ("smollm2_dflash", "smoke"),
+        ("smollm2_dscout", "smoke"),
+        *(("smollm2_dscout", method) for method in METHODS),
+    ],
+)
+def test_every_variant_of_a_config_is_a_valid_experiment(name, variant):
+    path = ROOT / "experiments" / "configs" / f"{name}.py"
+    experiment = from_config_dict(runpy.run_path(path)["get_config"](variant).to_dict())
     assert experiment.drafter.target_layer_ids == (1, 8, 14, 21, 27)
     assert (experiment.train.num_steps < 100) == (variant == "smoke")
+    if variant in METHODS:
+        slots = sum(size * anchors for size, anchors in experiment.objective.horizons)
+        assert slots == 176  # every method pays for the same number of slots

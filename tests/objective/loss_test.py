@@ -152,3 +152,23 @@ def test_a_pruned_vocabulary_restricts_the_softmax_and_cuts_blocks(tiny, frozen,
     (_, (whole_count, _)), _ = loss(tiny, frozen, features, rows, OBJECTIVES["uniform"])
     assert 0 < float(count) < float(whole_count)
     assert np.isfinite(float(value))
+
+
+def test_chunks_need_a_fraction_of_the_memory(tiny, batch):
+    """With many blocks and a large vocabulary; read from the compiled programs."""
+    rows, features = batch
+    objective = ObjectiveConfig(horizons=((8, 16),), chunk_anchors=1)
+    table = jnp.zeros((4000, tiny.target.hidden_size))
+    large = Frozen(table, table)
+
+    def temporaries(naive):
+        def value(params):
+            return loss_sums(
+                params, large, features, rows, jax.random.key(3),
+                config=tiny.drafter, objective=objective, naive=naive,
+            )[0]  # fmt: skip
+
+        compiled = jax.jit(jax.grad(value)).lower(tiny.drafter_params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(naive=False) <= temporaries(naive=True) / 4

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from dscout_jax.config.experiment import ACCEPTANCES, PREDICTIONS, WEIGHTINGS, ObjectiveConfig
 from dscout_jax.objective import acceptance, prediction, weighting
 from dscout_jax.objective.acceptance import Scores
-from dscout_jax.objective.methods import METHODS
 from dscout_jax.objective.chunks import split_chunks, sum_chunks
+from dscout_jax.objective.methods import METHODS
 from dscout_jax.objective.slots import Schedule, Slots, slot_terms
 
 PLAIN = ObjectiveConfig(horizons=((4, 1),), smoothing=0.0)
