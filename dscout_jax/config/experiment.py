@@ -63,6 +63,7 @@ class DataSection:
 
 
 REVEALS = ("prefix", "random")
+EXITS = ("sampled", "all")
 WEIGHTINGS = (
     "uniform", "exp_decay", "reach", "marginal", "until_mismatch", "anchored_decay", "horizon_decay"
 )  # fmt: skip
@@ -93,15 +94,16 @@ def parse_sum(formula: str) -> tuple[tuple[float, str], ...]:
     return tuple(terms)
 
 
-def _require_pairs(pairs: tuple[tuple[int, float], ...], field: str, what: str) -> None:
+def _require_pairs(pairs: tuple, field: str, what: str, least: int | tuple = 2) -> None:
+    """Checks pairs (choice, share): choices distinct and not below `least`, shares above 0."""
     require(
-        len(pairs) > 0 and all(size >= 2 and share > 0 for size, share in pairs),
+        all(choice >= least and share > 0 for choice, share in pairs),
         field,
         pairs,
-        f"pairs (block size >= 2, {what})",
+        f"pairs ({what})",
     )
-    sizes = [size for size, _ in pairs]
-    require(len(set(sizes)) == len(sizes), field, pairs, "distinct sizes")
+    choices = [choice for choice, _ in pairs]
+    require(len(set(choices)) == len(choices), field, pairs, "distinct choices")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,12 @@ class ObjectiveConfig:
     Attributes:
         horizons: block sizes trained in each row and how many anchors each gets, e.g. `((16, 32),)`
             for DFlash or `((4, 16), (8, 16), (16, 8))` for mixed horizons in fixed shares.
+        depths: elastic depth, pairs (drafter layers, share): each block is drafted with so many
+            layers; empty = all layers always.
+        exits: `sampled` draws one of the depths for each block, at no cost; `all` adds up the
+            losses of all of them by their shares, at the cost of one head more for each.
+        taps: elastic conditioning, pairs (indices into the drafter's taps, share): each row is
+            conditioned on one such list; empty = all taps always.
         reveal: which slots a block that reveals true tokens shows: `prefix` or `random`.
         reveal_rate: rho in [0, 1], share of the blocks that reveal any.
         reveal_decay: beta in (0, 1], a prefix of r tokens is revealed with weight beta**r; 1 makes
@@ -134,6 +142,9 @@ class ObjectiveConfig:
     """
 
     horizons: tuple[tuple[int, int], ...]
+    depths: tuple[tuple[int, float], ...] = ()
+    exits: str = "sampled"
+    taps: tuple[tuple[tuple[int, ...], float], ...] = ()
     reveal: str = "prefix"
     reveal_rate: float = 0.0
     reveal_decay: float = 1.0
@@ -150,10 +161,20 @@ class ObjectiveConfig:
     chunk_anchors: int = 8
 
     def __post_init__(self) -> None:
-        _require_pairs(self.horizons, "objective.horizons", "anchors >= 1")
-        if self.horizon_shares:
-            _require_pairs(self.horizon_shares, "objective.horizon_shares", "share above 0")
+        require(len(self.horizons) > 0, "objective.horizons", self.horizons, "at least one pair")
+        _require_pairs(self.horizons, "objective.horizons", "block size >= 2, anchors >= 1")
+        _require_pairs(
+            self.horizon_shares, "objective.horizon_shares", "block size >= 2, share above 0"
+        )
+        _require_pairs(self.depths, "objective.depths", "layers >= 1, share above 0", 1)
+        increasing = list(self.depths) == sorted(self.depths)
+        require(increasing, "objective.depths", self.depths, "depths in increasing order")
+        _require_pairs(self.taps, "objective.taps", "indices of taps, share above 0", (0,))
+        for indices, _ in self.taps:
+            increasing = list(indices) == sorted(set(indices))
+            require(increasing, "objective.taps", indices, "increasing indices")
         for name, value, allowed in (
+            ("exits", self.exits, EXITS),
             ("reveal", self.reveal, REVEALS),
             ("weighting", self.weighting, WEIGHTINGS),
             ("acceptance", self.acceptance, ACCEPTANCES),
@@ -248,6 +269,21 @@ class ExperimentConfig:
             self.drafter.block_size,
             f"the largest trained horizon, {largest}",
         )
+        drafter = self.drafter
+        for depth, _ in self.objective.depths:
+            require(
+                depth <= drafter.num_hidden_layers,
+                "objective.depths",
+                depth,
+                f"at most drafter.num_hidden_layers={drafter.num_hidden_layers}",
+            )
+        for indices, _ in self.objective.taps:
+            require(
+                indices[-1] < len(drafter.target_layer_ids),
+                "objective.taps",
+                indices,
+                f"indices below {len(drafter.target_layer_ids)}, the number of taps",
+            )
 
 
 def from_config_dict(values: Mapping[str, Any]) -> ExperimentConfig:

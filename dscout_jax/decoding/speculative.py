@@ -83,6 +83,11 @@ class Variant:
             raise ValueError(f"taps={self.taps} must be increasing indices below {num_taps}")
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it uses less than all layers and taps of the drafter."""
+        return self.num_layers is not None or self.taps is not None
+
+    @property
     def tap_ids(self) -> tuple[int, ...]:
         """The target layers that this variant taps."""
         ids = self.drafter.target_layer_ids

@@ -141,12 +141,13 @@ class Drafter(nn.Module):
         pairs = [layer.self_attn.keys_values(context, rotary) for layer in self.layers[:num_layers]]
         return Context(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
-    def blocks(self, embeddings, positions, context, slot_mask, num_layers, remat):
+    def blocks(self, embeddings, positions, context, slot_mask, num_layers, exits, remat):
         """See `draft_blocks`."""
         cfg = self.config
         rotary = rotary_table(positions, cfg.head_dim, cfg.rope_theta)
         anchors = positions[:, :, 0]
         x = embeddings
+        outputs = []
         for index in range(len(self.layers[:num_layers])):
 
             def run(module, x, pair, index=index):
@@ -157,13 +158,15 @@ class Drafter(nn.Module):
 
             pair = (context.keys[index], context.values[index])
             x = (nn.remat(run) if remat else run)(self, x, pair)
-        return self.norm(x)
+            if exits and index + 1 in exits:
+                outputs.append(self.norm(x))
+        return jnp.stack(outputs) if exits else self.norm(x)
 
     def everything(self, features, embeddings):
         """Touches every parameter once, for initialisation."""
         context = self.context(features, jnp.zeros((1, 1), jnp.int32), None)
         position = jnp.zeros((1, 1, 1), jnp.int32)
-        return self.blocks(embeddings, position, context, None, None, False)
+        return self.blocks(embeddings, position, context, None, None, None, False)
 
 
 @flax.struct.dataclass
@@ -229,6 +232,16 @@ def select_taps(params: dict, config: DrafterConfig, taps: Sequence[int] | None)
     return {**params, "fc": {"weight": weight}}
 
 
+def select_features(
+    features: jax.Array, config: DrafterConfig, taps: Sequence[int] | None
+) -> jax.Array:
+    """Returns the columns [..., len(taps) * D] of `features` [..., C * D] that `taps` name."""
+    if taps is None:
+        return features
+    apart = features.reshape(*features.shape[:-1], -1, config.hidden_size)
+    return apart[..., jnp.asarray(taps), :].reshape(*features.shape[:-1], -1)
+
+
 def project_context(
     params: dict,
     config: DrafterConfig,
@@ -260,6 +273,7 @@ def draft_blocks(
     *,
     slot_mask: jax.Array | None = None,
     num_layers: int | None = None,
+    exits: tuple[int, ...] | None = None,
     remat: bool = False,
 ) -> jax.Array:
     """Denoises A blocks of every row in one pass.
@@ -272,11 +286,13 @@ def draft_blocks(
         context: of `project_context`, S positions; a block sees those strictly before its anchor.
         slot_mask: [B, A, G] boolean; False removes a slot as a key (its output means nothing).
         num_layers: static depth d; None = all layers.
+        exits: static, increasing numbers of layers; the output after each of them, all through the
+            final norm, is returned.
         remat: static; keep only the layers' inputs for the backward pass and run each layer again.
 
     Returns:
-        [B, A, G, D] after the final norm; the target's head turns slot j into logits for the token
-        at anchor + j. Slot 0 means nothing.
+        [B, A, G, D] after the final norm, [E, B, A, G, D] with `exits`; the target's head turns
+        slot j into logits for the token at anchor + j. Slot 0 means nothing.
     """
     return Drafter(config).apply(
         {"params": params},
@@ -285,6 +301,7 @@ def draft_blocks(
         context,
         slot_mask,
         num_layers,
+        exits,
         remat,
         method=Drafter.blocks,
     )

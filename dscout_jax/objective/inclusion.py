@@ -21,12 +21,33 @@ class Blocks:
         included: [B, A, G] boolean, True = supervised; slot 0 never is, nor a revealed slot, nor a
             dummy block.
         revealed: [B, A, G] boolean, slots behind the anchor whose true token is an input.
+        exits: [B, A] int32 index into the objective's depths; 0 where there are none.
     """
 
     inputs: BlockInputs
     labels: jax.Array
     included: jax.Array
     revealed: jax.Array
+    exits: jax.Array
+
+
+def draw(key: jax.Array, shares: tuple[float, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Returns int32 indices of `shape`, each drawn with probability in proportion to its share."""
+    return jax.random.categorical(key, jnp.log(jnp.asarray(shares)), shape=shape).astype(jnp.int32)
+
+
+def sample_taps(
+    key: jax.Array, objective: ObjectiveConfig, batch: int, num_taps: int
+) -> jax.Array | None:
+    """Returns [B, C] boolean, the taps that each row is conditioned on; None = all always.
+
+    A tap that is left out counts as zeros, which is the same as cutting its columns of `fc`.
+    Source: METHOD section 1 (elastic drafter).
+    """
+    if not objective.taps:
+        return None
+    lists = jnp.asarray([[tap in kept for tap in range(num_taps)] for kept, _ in objective.taps])
+    return lists[draw(key, tuple(share for _, share in objective.taps), (batch,))]
 
 
 def anchor_mask(length: jax.Array, response_start: jax.Array, seq_len: int) -> jax.Array:
@@ -100,7 +121,7 @@ def make_blocks(
     mask_token_id: int,
     label_mask: jax.Array | None = None,
     objective: ObjectiveConfig | None = None,
-    reveal_key: jax.Array | None = None,
+    key: jax.Array | None = None,
 ) -> Blocks:
     """Builds the blocks of G = `block_size` slots that start at `anchors`.
 
@@ -116,8 +137,8 @@ def make_blocks(
         mask_token_id: id of the masked slots.
         label_mask: [B, S] boolean, False where the token is outside the draft vocabulary; None =
             every token can be drafted.
-        objective: says which slots are revealed and how often; None = none are.
-        reveal_key: PRNG key, read where `objective.reveal_rate` is above 0.
+        objective: says which slots are revealed and which depths are drawn; None = none.
+        key: PRNG key of both.
     """
     batch, seq_len = tokens.shape
     rows = jnp.arange(batch)[:, None, None]
@@ -136,8 +157,12 @@ def make_blocks(
     drafted = (jnp.arange(block_size) > 0)[None, None]
     supervised = unbroken & drafted & valid[:, :, None]
     revealed = jnp.zeros_like(supervised)
+    exits = jnp.zeros(valid.shape, jnp.int32)
+    if objective is not None and objective.depths:
+        shares = tuple(share for _, share in objective.depths)
+        exits = draw(jax.random.fold_in(key, 1), shares, valid.shape)
     if objective is not None and objective.reveal_rate > 0.0:
-        block_key, slot_key = jax.random.split(reveal_key)
+        block_key, slot_key = jax.random.split(key)
         chosen = jax.random.bernoulli(block_key, objective.reveal_rate, valid.shape)[:, :, None]
         law = REVEALS[objective.reveal]
         revealed = supervised & chosen & law(slot_key, supervised.shape, objective.reveal_decay)
@@ -147,4 +172,5 @@ def make_blocks(
         labels=tokens[rows, at],
         included=supervised & ~revealed,
         revealed=revealed,
+        exits=exits,
     )

@@ -19,8 +19,16 @@ from dscout_jax.models.drafter import Context, draft_blocks, project_context
 from dscout_jax.objective import acceptance as estimates
 from dscout_jax.objective import prediction
 from dscout_jax.objective.chunks import split_chunks, sum_chunks
-from dscout_jax.objective.inclusion import Blocks, anchor_mask, make_blocks, sample_anchors
-from dscout_jax.objective.slots import Schedule, Slots, slot_terms
+from dscout_jax.objective.inclusion import (
+    Blocks,
+    anchor_mask,
+    make_blocks,
+    sample_anchors,
+    sample_taps,
+)
+from dscout_jax.objective.slots import Schedule, Slots, Terms, slot_terms
+
+_TAPS = 1_000_000  # folded into a step's key for its taps; horizons use 0, 1, 2, ...
 
 
 @flax.struct.dataclass
@@ -103,7 +111,13 @@ def loss_sums(
     seq_len = batch["tokens"].shape[1]
     shape = batch["tokens"].shape
     positions = jnp.broadcast_to(jnp.arange(seq_len)[None], shape)
-    context = project_context(drafter_params, config, features.astype(jnp.float32), positions)
+    features = features.astype(jnp.float32)
+    num_taps = len(config.target_layer_ids)
+    taps = sample_taps(jax.random.fold_in(key, _TAPS), objective, shape[0], num_taps)
+    if taps is not None:
+        apart = features.reshape(*shape, num_taps, config.hidden_size)
+        features = (apart * taps[:, None, :, None]).reshape(features.shape)
+    context = project_context(drafter_params, config, features, positions)
     eligible = anchor_mask(batch["length"], batch["response_start"], seq_len)
     label_mask = None
     if frozen.draft_index is not None:
@@ -115,7 +129,7 @@ def loss_sums(
     denominator = jnp.float32(1.0 if objective.normalizer == "none" else 0.0)
     sums = {}
     for index, (block_size, num_anchors) in enumerate(objective.horizons):
-        anchor_key, reveal_key = jax.random.split(jax.random.fold_in(key, index))
+        anchor_key, block_key = jax.random.split(jax.random.fold_in(key, index))
         anchors, valid = sample_anchors(anchor_key, eligible, num_anchors)
         blocks = make_blocks(
             batch["tokens"],
@@ -126,7 +140,7 @@ def loss_sums(
             mask_token_id=config.mask_token_id,
             label_mask=label_mask,
             objective=objective,
-            reveal_key=reveal_key,
+            key=block_key,
         )
         schedule = Schedule(
             jnp.float32(warmth),
@@ -176,12 +190,15 @@ def block_sums(
     drafter_params, context = learned
     frozen, target_hidden, schedule = constants
     block_size = blocks.labels.shape[-1]
-    hidden = draft_blocks(
+    depths = tuple(depth for depth, _ in objective.depths)
+    outputs = draft_blocks(
         drafter_params,
         config,
         jnp.take(frozen.embedding, blocks.inputs.tokens, axis=0),
         blocks.inputs.positions,
         context,
+        num_layers=depths[-1] if depths else None,
+        exits=depths or None,
         remat=remat,
     )
     labels = blocks.labels if frozen.draft_index is None else frozen.draft_index[blocks.labels]
@@ -199,12 +216,42 @@ def block_sums(
         rows = jnp.arange(target_hidden.shape[0])[:, None, None]
         at = jnp.clip(blocks.inputs.positions - 1, 0, target_hidden.shape[1] - 1)
         slots = slots.replace(target_hidden=drafted(target_hidden[rows, at]))
-    total, terms = slot_terms(objective, drafted(hidden), frozen.head, slots, schedule)
+    total, sums = 0.0, None
+    for share, output in exit_outputs(objective, blocks, outputs):
+        part, terms = slot_terms(objective, drafted(output), frozen.head, slots, schedule)
+        part_sums = jax.tree.map(lambda x, share=share: share * x, sum_slots(slots, terms))
+        total = total + share * part
+        sums = part_sums if sums is None else jax.tree.map(jnp.add, sums, part_sums)
+    return total, sums
+
+
+def exit_outputs(
+    objective: ObjectiveConfig, blocks: Blocks, outputs: jax.Array
+) -> list[tuple[float, jax.Array]]:
+    """Returns the outputs [B, A, G, D] that a loss is taken of, each with its share of it.
+
+    Args:
+        objective: its depths, and how they are trained.
+        blocks: which depth was drawn for each block.
+        outputs: of `draft_blocks`; [E, B, A, G, D] where the objective lists E depths.
+    """
+    if not objective.depths:
+        return [(1.0, outputs)]
+    if objective.exits == "sampled":
+        chosen = blocks.exits[None, :, :, None, None]
+        return [(1.0, jnp.take_along_axis(outputs, chosen, axis=0)[0])]
+    whole = sum(share for _, share in objective.depths)
+    shares = [share / whole for _, share in objective.depths]
+    return list(zip(shares, outputs, strict=True))
+
+
+def sum_slots(slots: Slots, terms: Terms) -> SlotSums:
+    """Returns the sums over M blocks of their slots' terms."""
 
     def by_slot(x):
         return jax.lax.stop_gradient(jnp.pad(x.sum(axis=0), (1, 0)))
 
-    return total, SlotSums(
+    return SlotSums(
         count=by_slot(slots.included.astype(jnp.float32)),
         loss=by_slot(terms.loss),
         correct=by_slot(terms.correct),

@@ -57,9 +57,9 @@ def expected_length(scores: Scores) -> jax.Array:
     Summed with weight 1 over a block it is minus the expected accepted length, with a gradient
     through every factor. The products are taken as sums of logarithms.
     """
-    log_prob = label_log_prob(scores)
-    certain = jnp.where(scores.revealed, 0.0, -jnp.inf)
-    return -jnp.exp(jnp.cumsum(jnp.where(scores.included, log_prob, certain), axis=-1))
+    # A revealed slot is certain; what lies past the end is no part of the loss anyway.
+    log_prob = jnp.where(scores.included, label_log_prob(scores), 0.0)
+    return -jnp.exp(jnp.cumsum(log_prob, axis=-1))
 
 
 PREDICTIONS = {

@@ -36,6 +36,7 @@ from dscout_jax.weights.targets import LoadedTarget
 
 _LENGTH_MULTIPLE = 64  # batches are cut to a multiple of so many positions: few programs, less work
 _MEASURED_ROWS = 8  # rows on which the target's query and key sizes are measured
+_CUT_BLOCK_SIZE = 8  # at which cuts in depth and taps are validated, or the next smaller one
 _EVAL_SEED = 7  # of the anchors whose loss is validated: the same at every validation
 
 
@@ -55,7 +56,7 @@ class Setup:
         train_step: `(state, frozen, batch) -> (state, metrics)`; donates the state.
         eval_sums: `(params, frozen, batch) -> (numerator, denominator, sums by horizon)`.
         features_fn: `(tokens, length) -> features` as training sees them.
-        variants: one for each trained block size, the largest last.
+        variants: what validation replays, by the suffix of its metrics.
     """
 
     config: ExperimentConfig
@@ -68,7 +69,7 @@ class Setup:
     train_step: Callable
     eval_sums: Callable
     features_fn: Callable
-    variants: tuple[Variant, ...]
+    variants: dict[str, Variant]
 
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that continues it."""
@@ -241,7 +242,6 @@ def prepare(
         kept = tail_params(target.params, target.cfg, tap_ids[-1] + 1)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
-    horizons = sorted(size for size, _ in config.objective.horizons)
     return Setup(
         config=config,
         drafter=drafter,
@@ -258,10 +258,28 @@ def prepare(
         train_step=make_train_step(sums, optimizer, schedule),
         eval_sums=make_eval_step(eval_sums),
         features_fn=features_fn,
-        variants=tuple(
-            Variant(target=target.cfg, drafter=drafter, block_size=size) for size in horizons
-        ),
+        variants=replayed_variants(config.objective, target.cfg, drafter),
     )
+
+
+def replayed_variants(
+    objective: ObjectiveConfig, target: TargetConfig, drafter: DrafterConfig
+) -> dict[str, Variant]:
+    """Returns what validation replays: every trained block size and, at one of them, every cut."""
+    sizes = sorted(size for size, _ in objective.horizons)
+    made = {
+        "" if size == sizes[-1] else f"_block{size}": Variant(target, drafter, size)
+        for size in sizes
+    }
+    size = max((size for size in sizes if size <= _CUT_BLOCK_SIZE), default=sizes[0])
+    for depth, _ in objective.depths:
+        if depth < drafter.num_hidden_layers:
+            cut = Variant(target, drafter, size, num_layers=depth)
+            made[f"_block{size}_depth{depth}"] = cut
+    for taps, _ in objective.taps:
+        if len(taps) < len(drafter.target_layer_ids):
+            made[f"_block{size}_taps{len(taps)}"] = Variant(target, drafter, size, taps=taps)
+    return made
 
 
 def _given_weights(init: str, drafter: DrafterConfig, target: TargetConfig) -> dict | None:

@@ -1,6 +1,6 @@
 """Held-out loss and accuracy per slot, and MAT by replay of whole rows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import flax.struct
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from dscout_jax.config.models import TargetConfig
 from dscout_jax.decoding.replay import anchor_lengths, walk
 from dscout_jax.decoding.speculative import DraftWeights, Variant
+from dscout_jax.models.drafter import select_features
 from dscout_jax.models.target import head_rows
 from dscout_jax.objective.loss import Frozen, SlotSums
 
@@ -69,7 +70,7 @@ def validate(
     batches: Iterable[dict],
     *,
     eval_sums: Callable,
-    variants: tuple[Variant, ...],
+    variants: Mapping[str, Variant],
 ) -> dict[str, float | list[float]]:
     """Measures a drafter on held-out rows.
 
@@ -78,34 +79,34 @@ def validate(
         frozen: the target's part.
         batches: with `features`; rows are whole responses. Padding rows have length 0.
         eval_sums: `(params, frozen, batch) -> (numerator, denominator, sums by horizon)`.
-        variants: one for each block size to replay, the largest last.
+        variants: what to replay, by the suffix of its metrics: one for each block size, the largest
+            with an empty suffix, and cuts in depth or taps.
 
     Returns:
-        `validation/loss`; `mat_mean`, the pooled MAT averaged over the block sizes; for the largest
+        `validation/loss`; `mat_mean`, the pooled MAT of the uncut drafter averaged over the block
+        sizes; for the largest
         horizon the lists of `per_slot`; `mat_pooled` (emitted tokens
-        / cycles over all rows) and `mat_macro` (mean over rows of the row's mean), with `_block<G>`
-        appended for smaller block sizes.
+        / cycles over all rows) and `mat_macro` (mean over rows of the row's mean), each with the
+        variant's suffix.
     """
     totals = None
-    taus: dict[int, list[list[int]]] = {variant.block_size: [] for variant in variants}
+    taus: dict[str, list[list[int]]] = {suffix: [] for suffix in variants}
     for batch in batches:
         sums = jax.device_get(eval_sums(params, frozen, batch))
         totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
-        for variant in variants:
-            taus[variant.block_size] += replay(params, frozen, batch, variant)
+        for suffix, variant in variants.items():
+            taus[suffix] += replay(params, frozen, batch, variant)
     numerator, denominator, by_horizon = totals
-    largest = variants[-1].block_size
-    pooled = [float(np.mean(np.concatenate(rows))) for rows in taus.values()]
+    pooled = {suffix: float(np.mean(np.concatenate(rows))) for suffix, rows in taus.items()}
+    whole = [suffix for suffix, variant in variants.items() if not variant.is_cut]
     values = {
         "validation/loss": float(numerator / max(denominator, 1e-9)),
-        "validation/mat_mean": float(np.mean(pooled)),
+        "validation/mat_mean": float(np.mean([pooled[suffix] for suffix in whole])),
     }
-    values |= per_slot(by_horizon[largest], "validation")
-    for size, rows in taus.items():
-        suffix = "" if size == largest else f"_block{size}"
-        means = [np.mean(row) for row in rows]
-        values[f"validation/mat_pooled{suffix}"] = float(np.mean(np.concatenate(rows)))
-        values[f"validation/mat_macro{suffix}"] = float(np.mean(means))
+    values |= per_slot(by_horizon[variants[""].block_size], "validation")
+    for suffix, rows in taus.items():
+        values[f"validation/mat_pooled{suffix}"] = pooled[suffix]
+        values[f"validation/mat_macro{suffix}"] = float(np.mean([np.mean(row) for row in rows]))
     return values
 
 
@@ -148,7 +149,7 @@ def replay(params: dict, frozen: FrozenTarget, batch: dict, variant: Variant) ->
     lengths = anchor_lengths(
         frozen.tables.embedding,
         DraftWeights(params, frozen.tables.head, frozen.token_ids),
-        batch["features"],
+        select_features(batch["features"], variant.drafter, variant.taps),
         batch["tokens"],
         batch["length"],
         batch["response_start"],

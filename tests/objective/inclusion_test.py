@@ -11,6 +11,7 @@ from dscout_jax.objective.inclusion import (
     make_blocks,
     reveal_prefix,
     sample_anchors,
+    sample_taps,
 )
 
 
@@ -108,7 +109,7 @@ def reveal(law, rate, *, decay=1.0, num_blocks=4000, length=9, seed=0):
         block_size=6,
         mask_token_id=99,
         objective=objective,
-        reveal_key=jax.random.key(seed),
+        key=jax.random.key(seed),
     )
 
 
@@ -145,3 +146,22 @@ def test_the_laws_of_revealing():
 
 def test_blocks_of_two_slots_reveal_no_prefix():
     assert not reveal_prefix(jax.random.key(0), (1, 3, 2), 1.0).any()
+
+
+def test_depths_and_taps_are_drawn_by_their_shares():
+    objective = ObjectiveConfig(
+        horizons=((4, 1),),
+        depths=((1, 1.0), (3, 3.0)),
+        taps=(((2,), 2.0), ((0, 2), 1.0), ((0, 1, 2), 1.0)),
+    )
+    out = blocks(
+        [[10, 11, 12, 13, 14, 15]], [6], np.ones((1, 4000), int), np.ones((1, 4000), bool),
+        objective=objective, key=jax.random.key(0),
+    )  # fmt: skip
+    np.testing.assert_allclose(np.bincount(out.exits[0]), [1000, 3000], atol=140)
+    taps = np.asarray(sample_taps(jax.random.key(1), objective, 4000, 3))
+    lists, counts = np.unique(taps, axis=0, return_counts=True)
+    expected = [[False, False, True], [True, False, True], [True, True, True]]
+    np.testing.assert_array_equal(lists, expected)
+    np.testing.assert_allclose(counts, [2000, 1000, 1000], atol=160)
+    assert sample_taps(jax.random.key(1), ObjectiveConfig(horizons=((4, 1),)), 4, 3) is None

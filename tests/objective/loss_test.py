@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from dscout_jax.config.experiment import ObjectiveConfig
+from dscout_jax.models.drafter import select_features, select_taps
 from dscout_jax.models.target import apply_target, head_rows
 from dscout_jax.objective.loss import Frozen, loss_sums, reads_target
 
@@ -91,6 +93,57 @@ def test_only_what_reads_the_target_asks_for_its_hidden_states(tiny, frozen, bat
     loss(tiny, frozen, features, rows, OBJECTIVES["reach"])
     with pytest.raises(KeyError, match="target_hidden"):
         loss(tiny, frozen, features, rows, OBJECTIVES["everything"])
+
+
+def test_soft_labels_are_the_targets_next_token_distributions(tiny, frozen, batch):
+    rows, features = batch
+    # The drafter's own distribution as target: a divergence of 0 only where they are aligned.
+    soft = ObjectiveConfig(horizons=((4, 1),), prediction="soft_ce", weighting="uniform")
+    rows = rows | {"response_start": jnp.array([20, 19, 8])}  # row 0: anchors 20 to 22
+    (base, _), _ = loss(tiny, frozen, features, rows, soft)
+    hidden = rows["target_hidden"]
+    for at, seen in ((19, False), (22, True), (23, False)):
+        moved = rows | {"target_hidden": hidden.at[0, at].multiply(-1.0)}
+        (value, _), _ = loss(tiny, frozen, features, moved, soft)
+        # The state at a token says what comes next: position 22 decides about the last token.
+        assert (abs(float(value) - float(base)) > 1e-6) == seen, at
+
+
+ELASTIC = ObjectiveConfig(
+    horizons=((8, 6),), depths=((1, 1.0), (2, 3.0)), taps=(((2,), 1.0), ((0, 1, 2), 1.0))
+)
+
+
+@pytest.mark.parametrize("exits", ["sampled", "all"])
+def test_elastic_losses_equal_the_naive_twin(tiny, frozen, batch, exits):
+    rows, features = batch
+    objective = dataclasses.replace(ELASTIC, exits=exits, chunk_anchors=2)
+    (value, _), gradient = loss(tiny, frozen, features, rows, objective)
+    (naive, _), naive_gradient = loss(tiny, frozen, features, rows, objective, naive=True)
+    np.testing.assert_allclose(value, naive, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, naive_gradient)
+
+
+@pytest.mark.parametrize("exits", ["sampled", "all"])
+def test_a_single_cut_is_the_loss_of_the_cut_drafter(tiny, frozen, batch, exits):
+    """One depth and one list of taps: as if layers and columns of fc were not there."""
+    rows, features = batch
+    objective = ObjectiveConfig(horizons=((8, 6),), depths=((1, 0.5),), taps=(((0, 2), 2.0),))
+    objective = dataclasses.replace(objective, exits=exits)
+    (value, _), gradient = loss(tiny, frozen, features, rows, objective)
+    taps = (0, 2)
+    small = dataclasses.replace(tiny.drafter, num_hidden_layers=1, target_layer_ids=(1, 4))
+    params = select_taps(tiny.drafter_params, tiny.drafter, taps)
+    params = {name: leaf for name, leaf in params.items() if name != "layers_1"}
+    cut = SimpleNamespace(drafter=small)
+    (expected, _), _ = loss(
+        cut, frozen, select_features(features, tiny.drafter, taps), rows,
+        ObjectiveConfig(horizons=((8, 6),)), params=params,
+    )  # fmt: skip
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient["layers_1"]))
+    width = tiny.drafter.hidden_size
+    assert not np.any(gradient["fc"]["weight"][:, width : 2 * width])
 
 
 def test_features_at_or_after_the_anchors_do_not_move_the_loss(tiny, frozen, batch):

@@ -121,6 +121,14 @@ def test_revealed_slots_are_certain_and_slots_past_the_end_are_not():
     np.testing.assert_allclose(
         weights(scores, weighting="marginal"), [[0, 0.32, 0.12], [0.8, 0, 0]], rtol=1e-5
     )
+    # Slot 2 fails in one block, slot 1 in the other, whose slot 2 is shown: no step of the decay.
+    labels, shown = [[0, 0, 0], [1, 0, 0]], [[False, False, False], [False, True, False]]
+    scores = make_scores(Q, labels, included=~np.array(shown), revealed=shown)
+    np.testing.assert_allclose(
+        weights(scores, weighting="anchored_decay"),
+        [[1, 1, np.exp(-0.5)], [1, 0, np.exp(-0.5)]],
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,10 +216,12 @@ def require_same(objective, chunk, hidden, head, slots, schedule):
 
     def chunked(scale):
         chunks = split_chunks(blocks, -(-len(hidden) // chunk))
-        return sum_chunks(block_fn, scale, (head, schedule), chunks)
+        total, terms = sum_chunks(block_fn, scale, (head, schedule), chunks)
+        return 3.0 * total, terms
 
     def naive(scale):
-        return block_fn(scale, (head, schedule), blocks)
+        total, terms = block_fn(scale, (head, schedule), blocks)
+        return 3.0 * total, terms
 
     ours, expected = (
         jax.jit(jax.value_and_grad(way, has_aux=True))(scale) for way in (chunked, naive)

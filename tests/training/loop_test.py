@@ -173,6 +173,23 @@ def test_soft_labels_from_cached_features_equal_those_of_the_whole_target(tmp_pa
     assert 0 < last["train/effective_share"] <= 1
 
 
+def test_an_elastic_run_validates_its_cuts(tmp_path):
+    objective = {
+        "depths": ((1, 1.0), (2, 1.0)),
+        "taps": (((1,), 1.0), ((0, 1), 1.0)),
+        "exits": "all",
+    }
+    run(tmp_path, objective=objective, drafter={"num_hidden_layers": 2}, train={"num_steps": 2})
+    last = read_jsonl(tmp_path / "metrics.jsonl")[-1]
+    mats = {name: value for name, value in last.items() if "mat_pooled" in name}
+    assert mats.keys() == {
+        "validation/mat_pooled",
+        "validation/mat_pooled_block4_depth1",
+        "validation/mat_pooled_block4_taps1",
+    }
+    assert last["validation/mat_mean"] == mats["validation/mat_pooled"]
+
+
 def test_training_learns_what_there_is_to_learn(tmp_path):
     cadence = {"num_steps": 120, "log_every": 10, "eval_every": 120, "checkpoint_every": 120}
     run(tmp_path, optimizer={"learning_rate": 1e-2}, train=cadence)
