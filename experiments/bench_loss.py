@@ -83,10 +83,9 @@ def make_step(shapes: Shapes, chunk_anchors: int, *, naive: bool):
         horizons=((shapes.drafter.block_size, shapes.anchors),), chunk_anchors=chunk_anchors
     )
 
-    def sums(state, params, frozen, batch):
-        key = jax.random.fold_in(state.key, state.step)
+    def sums(state, params, frozen, batch, keys):
         return loss_sums(
-            params, frozen, batch["features"], batch, key,
+            params, frozen, batch["features"], batch, keys,
             config=shapes.drafter, objective=objective, naive=naive,
         )  # fmt: skip
 

@@ -197,8 +197,9 @@ _FRACTIONS = ("beta1", "beta2", "weight_decay", "warmup_fraction", "final_fracti
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up and a schedule; `warmup_fraction`, `final_fraction` in [0, 1)."""
+    """AdamW or Muon with warm-up and a schedule; `warmup_fraction`, `final_fraction` in [0, 1)."""
 
+    name: str = "adamw"
     learning_rate: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
@@ -211,6 +212,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "optimizer", besides=_FRACTIONS)
+        require(self.name in ("adamw", "muon"), "optimizer.name", self.name, "'adamw' or 'muon'")
         require(
             self.schedule in ("cosine", "wsd"),
             "optimizer.schedule",
@@ -232,8 +234,16 @@ class OptimizerConfig:
 class TrainSection:
     """Length and cadence of a run, all in steps; `batch_size` in rows.
 
-    `remat` keeps only the inputs of the drafter's layers for the backward pass: less memory, one
-    more forward pass.
+    Attributes:
+        mode: `jit`, `shard_map` or `pmap`, ways of running the same step.
+        mesh: devices along `data`, `fsdp` and `tensor`; -1 = all that are left.
+        accumulate: parts in which the rows of a device are taken, to save memory.
+        remat: keep only the inputs of the drafter's layers for the backward pass: less memory, one
+            more forward pass.
+        compute_dtype: of activations, `float32` or `bfloat16`; weights, statistics and losses are
+            float32 always.
+        ema_decay: keep a running mean of the weights and evaluate and export that; None = no.
+        max_skipped: updates in a row that may be left out because a gradient is not finite.
     """
 
     num_steps: int
@@ -244,10 +254,28 @@ class TrainSection:
     eval_rows: int = 64
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    mode: str = "jit"
+    mesh: tuple[int, int, int] = (-1, 1, 1)
+    accumulate: int = 1
     remat: bool = False
+    compute_dtype: str = "float32"
+    ema_decay: float | None = None
+    max_skipped: int = 5
 
     def __post_init__(self) -> None:
         require_positive(self, "train", besides=("seed",))
+        for name, allowed in (
+            ("mode", ("jit", "shard_map", "pmap")),
+            ("compute_dtype", ("float32", "bfloat16")),
+        ):
+            value = getattr(self, name)
+            require(value in allowed, f"train.{name}", value, f"one of {', '.join(allowed)}")
+        require(
+            self.ema_decay is None or self.ema_decay < 1.0,
+            "train.ema_decay",
+            self.ema_decay,
+            "a number between 0 and 1, or None",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

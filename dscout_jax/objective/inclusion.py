@@ -31,14 +31,36 @@ class Blocks:
     exits: jax.Array
 
 
-def draw(key: jax.Array, shares: tuple[float, ...], shape: tuple[int, ...]) -> jax.Array:
-    """Returns int32 indices of `shape`, each drawn with probability in proportion to its share."""
-    return jax.random.categorical(key, jnp.log(jnp.asarray(shares)), shape=shape).astype(jnp.int32)
+def row_keys(key: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Array:
+    """Returns a PRNG key for each of B = `num_rows` rows of a batch, [B].
+
+    All draws for a row come from its own key, so they do not depend on how a batch is split over
+    devices, processes or accumulation steps.
+
+    Args:
+        key: of the batch.
+        first_row: index of the first of these rows in the whole batch.
+        num_rows: B, static.
+    """
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first_row + jnp.arange(num_rows))
 
 
-def sample_taps(
-    key: jax.Array, objective: ObjectiveConfig, batch: int, num_taps: int
-) -> jax.Array | None:
+def folded(keys: jax.Array, data: int) -> jax.Array:
+    """Returns keys [B] of another purpose."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, data))(keys)
+
+
+def draw(keys: jax.Array, shares: tuple[float, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Returns int32 indices [B, *shape], each drawn in proportion to its share."""
+    logits = jnp.log(jnp.asarray(shares))
+
+    def of_row(key):
+        return jax.random.categorical(key, logits, shape=shape)
+
+    return jax.vmap(of_row)(keys).astype(jnp.int32)
+
+
+def sample_taps(keys: jax.Array, objective: ObjectiveConfig, num_taps: int) -> jax.Array | None:
     """Returns [B, C] boolean, the taps that each row is conditioned on; None = all always.
 
     A tap that is left out counts as zeros, which is the same as cutting its columns of `fc`.
@@ -47,7 +69,7 @@ def sample_taps(
     if not objective.taps:
         return None
     lists = jnp.asarray([[tap in kept for tap in range(num_taps)] for kept, _ in objective.taps])
-    return lists[draw(key, tuple(share for _, share in objective.taps), (batch,))]
+    return lists[draw(keys, tuple(share for _, share in objective.taps), ())]
 
 
 def anchor_mask(length: jax.Array, response_start: jax.Array, seq_len: int) -> jax.Array:
@@ -66,12 +88,12 @@ def anchor_mask(length: jax.Array, response_start: jax.Array, seq_len: int) -> j
 
 
 def sample_anchors(
-    key: jax.Array, eligible: jax.Array, num_anchors: int
+    keys: jax.Array, eligible: jax.Array, num_anchors: int
 ) -> tuple[jax.Array, jax.Array]:
     """Draws anchors without replacement, uniformly among the eligible positions of each row.
 
     Args:
-        key: PRNG key.
+        keys: [B] PRNG keys.
         eligible: [B, S] boolean.
         num_anchors: A, static; at most S.
 
@@ -79,33 +101,33 @@ def sample_anchors(
         anchors [B, A] int32 and valid [B, A] boolean. Rows with fewer eligible positions than A are
         filled with position 0, valid False.
     """
-    scores = jnp.where(eligible, jax.random.uniform(key, eligible.shape), -1.0)
+    drawn = jax.vmap(lambda key: jax.random.uniform(key, eligible.shape[1:]))(keys)
+    scores = jnp.where(eligible, drawn, -1.0)
     best, anchors = jax.lax.top_k(scores, num_anchors)
     valid = best >= 0.0
     return jnp.where(valid, anchors, 0).astype(jnp.int32), valid
 
 
-def reveal_prefix(key: jax.Array, shape: tuple[int, int, int], decay: float) -> jax.Array:
-    """Reveals the first r drafts of each block [B, A, G], r in 1..G-2 with weight decay**r.
+def reveal_prefix(key: jax.Array, shape: tuple[int, int], decay: float) -> jax.Array:
+    """Reveals the first r drafts of each block [A, G] of a row, r in 1..G-2 with weight decay**r.
 
     Blocks of two slots have nothing to reveal. Source: D2SD; METHOD section 2.1.
     """
-    block_size = shape[-1]
-    slots = jnp.arange(block_size)[None, None]
+    num_blocks, block_size = shape
     if block_size == 2:
         return jnp.zeros(shape, bool)
     logits = jnp.log(decay) * jnp.arange(1, block_size - 1)
-    length = 1 + jax.random.categorical(key, logits, shape=(*shape[:-1], 1))
+    length = 1 + jax.random.categorical(key, logits, shape=(num_blocks, 1))
+    slots = jnp.arange(block_size)[None]
     return (slots > 0) & (slots <= length)
 
 
-def reveal_random(key: jax.Array, shape: tuple[int, int, int], decay: float) -> jax.Array:
-    """Reveals each draft of a block [B, A, G] with the block's own rate u ~ U(0, 1)."""
+def reveal_random(key: jax.Array, shape: tuple[int, int], decay: float) -> jax.Array:
+    """Reveals each draft of a block [A, G] with the block's own rate u ~ U(0, 1)."""
     del decay  # of prefixes
     rate_key, slot_key = jax.random.split(key)
-    rate = jax.random.uniform(rate_key, (*shape[:-1], 1))
-    revealed = jax.random.uniform(slot_key, shape) < rate
-    return revealed & (jnp.arange(shape[-1]) > 0)[None, None]
+    rate = jax.random.uniform(rate_key, (shape[0], 1))
+    return (jax.random.uniform(slot_key, shape) < rate) & (jnp.arange(shape[1]) > 0)[None]
 
 
 REVEALS = {"prefix": reveal_prefix, "random": reveal_random}
@@ -121,7 +143,7 @@ def make_blocks(
     mask_token_id: int,
     label_mask: jax.Array | None = None,
     objective: ObjectiveConfig | None = None,
-    key: jax.Array | None = None,
+    keys: jax.Array | None = None,
 ) -> Blocks:
     """Builds the blocks of G = `block_size` slots that start at `anchors`.
 
@@ -138,7 +160,7 @@ def make_blocks(
         label_mask: [B, S] boolean, False where the token is outside the draft vocabulary; None =
             every token can be drafted.
         objective: says which slots are revealed and which depths are drawn; None = none.
-        key: PRNG key of both.
+        keys: [B] PRNG keys of both.
     """
     batch, seq_len = tokens.shape
     rows = jnp.arange(batch)[:, None, None]
@@ -160,12 +182,16 @@ def make_blocks(
     exits = jnp.zeros(valid.shape, jnp.int32)
     if objective is not None and objective.depths:
         shares = tuple(share for _, share in objective.depths)
-        exits = draw(jax.random.fold_in(key, 1), shares, valid.shape)
+        exits = draw(folded(keys, 1), shares, valid.shape[1:])
     if objective is not None and objective.reveal_rate > 0.0:
-        block_key, slot_key = jax.random.split(key)
-        chosen = jax.random.bernoulli(block_key, objective.reveal_rate, valid.shape)[:, :, None]
-        law = REVEALS[objective.reveal]
-        revealed = supervised & chosen & law(slot_key, supervised.shape, objective.reveal_decay)
+
+        def reveal(key):
+            block_key, slot_key = jax.random.split(key)
+            chosen = jax.random.bernoulli(block_key, objective.reveal_rate, valid.shape[1:])
+            law = REVEALS[objective.reveal]
+            return chosen[:, None] & law(slot_key, supervised.shape[1:], objective.reveal_decay)
+
+        revealed = supervised & jax.vmap(reveal)(keys)
         inputs = inputs.replace(tokens=jnp.where(revealed, tokens[rows, at], inputs.tokens))
     return Blocks(
         inputs=inputs,

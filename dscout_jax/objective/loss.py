@@ -8,6 +8,7 @@ Source: METHOD sections 2 and 2.4.
 """
 
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
@@ -22,13 +23,14 @@ from dscout_jax.objective.chunks import split_chunks, sum_chunks
 from dscout_jax.objective.inclusion import (
     Blocks,
     anchor_mask,
+    folded,
     make_blocks,
     sample_anchors,
     sample_taps,
 )
 from dscout_jax.objective.slots import Schedule, Slots, Terms, slot_terms
 
-_TAPS = 1_000_000  # folded into a step's key for its taps; horizons use 0, 1, 2, ...
+_TAPS = 1_000_000  # folded into a row's key for its taps; horizons use 0, 1, 2, ...
 
 
 @flax.struct.dataclass
@@ -78,12 +80,13 @@ def loss_sums(
     frozen: Frozen,
     features: jax.Array,
     batch: dict[str, jax.Array],
-    key: jax.Array,
+    keys: jax.Array,
     *,
     config: DrafterConfig,
     objective: ObjectiveConfig,
     warmth: jax.Array | float = 1.0,
     acceptance: tuple[jax.Array, ...] | None = None,
+    dtype: Any = jnp.float32,
     remat: bool = False,
     naive: bool = False,
 ) -> tuple[jax.Array, jax.Array, dict[int, SlotSums]]:
@@ -95,12 +98,14 @@ def loss_sums(
         features: [B, S, C * D] target features of every token.
         batch: `tokens` [B, S], `length` [B], `response_start` [B], int32; `target_hidden`
             [B, S, D], the target's final hidden states, where `reads_target`.
-        key: PRNG key of anchors and revealed slots.
+        keys: [B] PRNG keys of anchors, revealed slots and cuts, of `inclusion.row_keys`.
         config: drafter shapes, static.
         objective: choices of the three factors, static.
         warmth: u [] in [0, 1], how far the weights are warmed up.
         acceptance: per horizon the running mean acceptance [G - 1] of each slot, for acceptance
             `ema`; None = 1.
+        dtype: static, of weights and activations in the drafter's pass; statistics, logits and
+            losses are float32.
         remat: static; the drafter keeps its layers' inputs only, less memory for more time.
         naive: all blocks at once, differentiated as it stands; the same numbers, for tests.
 
@@ -111,13 +116,15 @@ def loss_sums(
     seq_len = batch["tokens"].shape[1]
     shape = batch["tokens"].shape
     positions = jnp.broadcast_to(jnp.arange(seq_len)[None], shape)
-    features = features.astype(jnp.float32)
+    features = features.astype(dtype)
     num_taps = len(config.target_layer_ids)
-    taps = sample_taps(jax.random.fold_in(key, _TAPS), objective, shape[0], num_taps)
+    taps = sample_taps(folded(keys, _TAPS), objective, num_taps)
     if taps is not None:
         apart = features.reshape(*shape, num_taps, config.hidden_size)
         features = (apart * taps[:, None, :, None]).reshape(features.shape)
-    context = project_context(drafter_params, config, features, positions)
+    context = project_context(cast(drafter_params, dtype), config, features, positions)
+    # Gradients are added up over chunks, which wants float32.
+    context = cast(context, jnp.float32)
     eligible = anchor_mask(batch["length"], batch["response_start"], seq_len)
     label_mask = None
     if frozen.draft_index is not None:
@@ -129,8 +136,8 @@ def loss_sums(
     denominator = jnp.float32(1.0 if objective.normalizer == "none" else 0.0)
     sums = {}
     for index, (block_size, num_anchors) in enumerate(objective.horizons):
-        anchor_key, block_key = jax.random.split(jax.random.fold_in(key, index))
-        anchors, valid = sample_anchors(anchor_key, eligible, num_anchors)
+        horizon_keys = folded(keys, index)
+        anchors, valid = sample_anchors(folded(horizon_keys, 0), eligible, num_anchors)
         blocks = make_blocks(
             batch["tokens"],
             batch["length"],
@@ -140,13 +147,13 @@ def loss_sums(
             mask_token_id=config.mask_token_id,
             label_mask=label_mask,
             objective=objective,
-            key=block_key,
+            keys=folded(horizon_keys, 1),
         )
         schedule = Schedule(
             jnp.float32(warmth),
             jnp.ones(block_size - 1) if acceptance is None else acceptance[index],
         )
-        block_fn = partial(block_sums, config, objective, remat)
+        block_fn = partial(block_sums, config, objective, dtype, remat)
         learned, constants = (drafter_params, context), (frozen, target_hidden, schedule)
         if naive:
             total, slots = block_fn(learned, constants, blocks)
@@ -158,6 +165,11 @@ def loss_sums(
         denominator = denominator + normalizer(objective.normalizer, slots, valid)
         sums[block_size] = slots
     return numerator, denominator, sums
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """Returns the tree with every leaf in another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def normalizer(name: str, slots: SlotSums, valid: jax.Array) -> jax.Array:
@@ -181,20 +193,21 @@ def normalizer(name: str, slots: SlotSums, valid: jax.Array) -> jax.Array:
 def block_sums(
     config: DrafterConfig,
     objective: ObjectiveConfig,
+    dtype: Any,
     remat: bool,
     learned: tuple[dict, Context],
     constants: tuple[Frozen, jax.Array | None, Schedule],
     blocks: Blocks,
 ) -> tuple[jax.Array, SlotSums]:
     """Returns the sum of I * W * l [] over some blocks of one horizon, and its `SlotSums`."""
-    drafter_params, context = learned
+    drafter_params, context = cast(learned, dtype)
     frozen, target_hidden, schedule = constants
     block_size = blocks.labels.shape[-1]
     depths = tuple(depth for depth, _ in objective.depths)
     outputs = draft_blocks(
         drafter_params,
         config,
-        jnp.take(frozen.embedding, blocks.inputs.tokens, axis=0),
+        jnp.take(frozen.embedding, blocks.inputs.tokens, axis=0).astype(dtype),
         blocks.inputs.positions,
         context,
         num_layers=depths[-1] if depths else None,

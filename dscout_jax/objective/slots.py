@@ -80,7 +80,8 @@ def slot_terms(
     """
 
     def logits(x):
-        return jnp.einsum("mkd,vd->mkv", x, head, preferred_element_type=jnp.float32)
+        rows = head.astype(x.dtype)
+        return jnp.einsum("mkd,vd->mkv", x, rows, preferred_element_type=jnp.float32)
 
     target = None
     if slots.target_hidden is not None:

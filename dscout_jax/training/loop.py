@@ -36,7 +36,11 @@ FREE_FIELDS = (
     "data.store",
     "data.features",
     "data.feature_cache",
+    "train.mode",
+    "train.mesh",
+    "train.accumulate",
     "train.remat",
+    "train.max_skipped",
     "objective.chunk_anchors",
 )
 
@@ -119,10 +123,10 @@ def _run(
         state, done = restored.state, restored.step
         batches.set_state(restored.data_state)
         progress.say(f"continues after step {done}")
-    log = _Log(writer, progress, checkpoints)
+    log = _Log(writer, progress, checkpoints, cadence.max_skipped)
     batch = next(batches)
     while done < cadence.num_steps:
-        state, metrics = setup.train_step(state, setup.frozen, setup.trim(batch))
+        state, metrics = setup.train_step(state, setup.frozen, setup.place(batch))
         # The device is busy now; the host reads the step before, and then the next batch.
         done += 1
         log.add(done, metrics, int(batch["length"].sum()))
@@ -154,14 +158,21 @@ def _run(
 class _Log:
     """Collects the metrics of updates, one update late, and writes their means."""
 
-    def __init__(self, writer: MetricWriter, progress: Progress, checkpoints: Checkpointer):
+    def __init__(
+        self,
+        writer: MetricWriter,
+        progress: Progress,
+        checkpoints: Checkpointer,
+        max_skipped: int,
+    ):
+        self._max_skipped = max_skipped
         self.speed = Throughput(time.perf_counter)
         self._writer = writer
         self._progress = progress
         self._checkpoints = checkpoints
         self._pending: tuple[int, dict[str, Any], int] | None = None
         self._rows: list[dict[str, Any]] = []
-        self._step = 0
+        self._step = self._skipped = 0
 
     def add(self, step: int, metrics: dict[str, Any], num_tokens: int) -> None:
         """Reads the update before this one, which is finished or nearly so."""
@@ -169,19 +180,27 @@ class _Log:
         self._pending = (step, metrics, num_tokens)
 
     def check(self) -> None:
-        """Waits for the last update and raises TrainingError if its loss is not finite."""
+        """Waits for the last update; raises TrainingError after too many skipped ones in a row."""
         if self._pending is None:
             return
         step, metrics, num_tokens = self._pending
         self._pending = None
         row = jax.device_get(metrics)
-        if not np.isfinite(row["loss"]):
-            raise TrainingError(
+        if row["skipped_in_row"] > 0:
+            told = (
                 f"loss {row['loss']} at step {step} (gradient norm {row['grad_norm']}, learning "
-                f"rate {row['learning_rate']:.3g}); the last good checkpoint is step "
-                f"{self._checkpoints.latest}; lower optimizer.learning_rate or look at the data"
+                f"rate {row['learning_rate']:.3g})"
             )
-        self._rows.append(row)
+            if row["skipped_in_row"] >= self._max_skipped:
+                raise TrainingError(
+                    f"{told}, {row['skipped_in_row']} updates in a row without a finite gradient; "
+                    f"the last good checkpoint is step {self._checkpoints.latest}; lower "
+                    "optimizer.learning_rate or look at the data"
+                )
+            self._progress.say(f"{told}: update left out")
+        else:
+            self._rows.append(row)
+        self._skipped = int(row["skipped"])
         self.speed.add(num_tokens)
         self._progress.advance(step)
         self._step = step
@@ -190,6 +209,8 @@ class _Log:
         """Writes one record of what was added since the last one."""
         self.check()
         rows, self._rows = self._rows, []
+        if not rows:  # all were left out
+            return
         slots = [row["slots"] for row in rows]
         total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *slots)
         values = {
@@ -198,6 +219,7 @@ class _Log:
             "train/learning_rate": float(rows[-1]["learning_rate"]),
             **per_slot(total[max(total)], "train"),
             "train/effective_share": effective_share(total.values()),
+            "train/skipped_updates": self._skipped,
             **{f"train/{name}": rate for name, rate in self.speed.read().items()},
         }
         self._writer.write(self._step, values)
@@ -210,7 +232,7 @@ def _validate(
     setup: Setup, state: TrainState, step: int, writer: MetricWriter, progress: Progress
 ) -> float:
     values = validate(
-        state.params,
+        state.drafter,
         setup.frozen,
         setup.validation_batches(),
         eval_sums=setup.eval_sums,
@@ -243,10 +265,10 @@ def _export(
     directory: pathlib.Path,
     progress: Progress,
 ) -> None:
-    step, params = result.step, result.state.params
+    step, params = result.step, result.state.drafter
     if checkpoints.best is not None and checkpoints.best != step:
         restored = checkpoints.restore(setup.abstract_state(), checkpoints.best)
-        step, params = restored.step, restored.state.params
+        step, params = restored.step, restored.state.drafter
     export_drafter(
         directory,
         setup.drafter,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dscout_jax.config.checks import require, to_dict
 from dscout_jax.config.experiment import ExperimentConfig, ObjectiveConfig
@@ -17,10 +18,12 @@ from dscout_jax.data.responses import Response
 from dscout_jax.decoding.speculative import Variant
 from dscout_jax.models.drafter import init_drafter
 from dscout_jax.models.target import tail_params
+from dscout_jax.objective.inclusion import row_keys
 from dscout_jax.objective.loss import loss_sums, reads_target
 from dscout_jax.objective.weighting import decay_length
 from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target
 from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
+from dscout_jax.training.mesh import make_mesh, place_rows, tree_layout
 from dscout_jax.training.parallel import (
     build_state,
     final_hidden,
@@ -52,6 +55,7 @@ class Setup:
         given: weights of the drafter that `drafter.init` names; None where it names none or the
             run is resumed.
         optimizer: of the drafter's weights.
+        mesh: devices of the run.
         frozen: what the steps read of the target.
         train_step: `(state, frozen, batch) -> (state, metrics)`; donates the state.
         eval_sums: `(params, frozen, batch) -> (numerator, denominator, sums by horizon)`.
@@ -65,6 +69,7 @@ class Setup:
     inputs: Inputs
     given: dict | None
     optimizer: optax.GradientTransformation
+    mesh: Mesh
     frozen: FrozenTarget
     train_step: Callable
     eval_sums: Callable
@@ -83,17 +88,27 @@ class Setup:
         """Trained block sizes, in the order of the config."""
         return tuple(size for size, _ in self.config.objective.horizons)
 
+    def init_state(self, params: dict, key: jax.Array) -> TrainState:
+        """The state before the first update, around some weights."""
+        ema = self.config.train.ema_decay is not None
+        return init_state(params, self.optimizer, key, self.horizons, ema=ema)
+
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and device of the train state; nothing is computed."""
-        drafter, optimizer, horizons = self.drafter, self.optimizer, self.horizons
+        """Shapes, dtypes and layout of the train state; nothing is computed."""
         state = jax.eval_shape(
-            lambda key: init_state(init_drafter(key, drafter), optimizer, key, horizons),
-            jax.random.key(0),
+            lambda key: self.init_state(init_drafter(key, self.drafter), key), jax.random.key(0)
         )
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state
+            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+            state,
+            self._layout(state),
         )
+
+    def _layout(self, state: TrainState) -> Any:
+        """Where the leaves of a state lie; whole on each device but in mode `jit`."""
+        if self.config.train.mode == "jit":
+            return tree_layout(state, self.mesh)
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
 
     def first_state(self) -> TrainState:
         """The state before the first update, as `drafter.init` says.
@@ -102,35 +117,29 @@ class Setup:
             ConfigError: the drafter has another shape than the target's layers.
         """
         init, seed = self.config.drafter.init, self.config.train.seed
-        drafter, optimizer, horizons = self.drafter, self.optimizer, self.horizons
         params_key, key = jax.random.split(jax.random.key(seed))
         if init == "random":
-            return build_state(
-                lambda params_key, key: init_state(
-                    init_drafter(params_key, drafter), optimizer, key, horizons
-                ),
-                params_key,
-                key,
-            )
-        if self.given is not None:
-            return build_state(
-                lambda params, key: init_state(params, optimizer, key, horizons), self.given, key
-            )
-        training = self.inputs.training
-        rows = pad_batch(training.examples[:_MEASURED_ROWS], training.max_length)
-        return build_state(
-            lambda params_key, key, params, tokens, length: init_state(
-                init_from_target(params_key, drafter, params, self.target.cfg, tokens, length),
-                optimizer,
-                key,
-                horizons,
-            ),
-            params_key,
-            key,
-            self.target.params,
-            rows["tokens"],
-            rows["length"],
-        )
+            arguments = (params_key, key)
+
+            def make(params_key, key):
+                return self.init_state(init_drafter(params_key, self.drafter), key)
+
+        elif self.given is not None:
+            arguments = (self.given, key)
+            make = self.init_state
+        else:
+            training = self.inputs.training
+            rows = pad_batch(training.examples[:_MEASURED_ROWS], training.max_length)
+            arguments = (params_key, key, self.target.params, rows["tokens"], rows["length"])
+
+            def make(params_key, key, params, tokens, length):
+                weights = init_from_target(
+                    params_key, self.drafter, params, self.target.cfg, tokens, length
+                )
+                return self.init_state(weights, key)
+
+        layout = self._layout(jax.eval_shape(make, *arguments))
+        return build_state(make, *arguments, layout=layout)
 
     def training_iterator(self) -> Iterator[dict[str, np.ndarray]]:
         """Endless shuffled batches with `get_state` and `set_state`."""
@@ -144,6 +153,10 @@ class Setup:
     def trim(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Cuts padding; at least as many positions as anchors remain."""
         return trim_batch(batch, _LENGTH_MULTIPLE, at_least=_most_anchors(self.config.objective))
+
+    def place(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Returns a batch of training rows, trimmed, on the devices that will work on it."""
+        return place_rows(self.trim(batch), self.mesh)
 
     def validation_batches(self) -> Iterator[dict[str, Any]]:
         """The validation rows once, with features."""
@@ -186,6 +199,14 @@ def prepare(
         block_size=config.drafter.block_size,
     )
     # What can be wrong is found before the hours that features may take.
+    train = config.train
+    mesh = make_mesh(train.mesh, train.batch_size // train.accumulate)
+    require(
+        train.batch_size % train.accumulate == 0,
+        "train.accumulate",
+        train.accumulate,
+        f"a divisor of train.batch_size={train.batch_size}",
+    )
     for block_size, _ in config.objective.horizons:
         decay_length(config.objective, block_size)
     given = _given_weights(config.drafter.init, drafter, target.cfg) if begins else None
@@ -209,7 +230,7 @@ def prepare(
             return batch["features"]
         return tapped_features(frozen.params, target.cfg, batch["tokens"], tap_ids, dtype)
 
-    def sums(state, params, frozen, batch):
+    def sums(state, params, frozen, batch, keys):
         warmup = max(config.objective.weight_warmup * config.train.num_steps, 1.0)
         features = features_of(frozen, batch)
         if soft:
@@ -220,11 +241,12 @@ def prepare(
             frozen.tables,
             features,
             batch,
-            jax.random.fold_in(state.key, state.step),
+            keys,
             config=drafter,
             objective=config.objective,
             warmth=jnp.minimum((state.step + 1) / warmup, 1.0),
             acceptance=state.acceptance,
+            dtype=jnp.dtype(config.train.compute_dtype),
             remat=config.train.remat,
         )
 
@@ -232,9 +254,10 @@ def prepare(
     plain = ObjectiveConfig(horizons=config.objective.horizons, gamma=config.objective.gamma)
 
     def eval_sums(params, frozen, batch):
-        features, key = features_of(frozen, batch), jax.random.key(_EVAL_SEED)
+        features = features_of(frozen, batch)
+        keys = row_keys(jax.random.key(_EVAL_SEED), 0, features.shape[0])
         return loss_sums(
-            params, frozen.tables, features, batch, key, config=drafter, objective=plain
+            params, frozen.tables, features, batch, keys, config=drafter, objective=plain
         )
 
     kept = target.params if inputs.features is None else None
@@ -242,6 +265,10 @@ def prepare(
         kept = tail_params(target.params, target.cfg, tap_ids[-1] + 1)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
+    frozen = freeze(target.params, target.cfg, inputs.draft_vocab_ids, kept=kept)
+    layout = NamedSharding(mesh, PartitionSpec())
+    if train.mode == "jit":
+        layout = tree_layout(frozen, mesh)
     return Setup(
         config=config,
         drafter=drafter,
@@ -249,13 +276,17 @@ def prepare(
         inputs=inputs,
         given=given,
         optimizer=optimizer,
-        frozen=freeze(
-            target.params,
-            target.cfg,
-            inputs.draft_vocab_ids,
-            kept=kept,
+        mesh=mesh,
+        frozen=jax.device_put(frozen, layout),
+        train_step=make_train_step(
+            sums,
+            optimizer,
+            schedule,
+            mode=train.mode,
+            mesh=mesh,
+            accumulate=train.accumulate,
+            ema_decay=train.ema_decay,
         ),
-        train_step=make_train_step(sums, optimizer, schedule),
         eval_sums=make_eval_step(eval_sums),
         features_fn=features_fn,
         variants=replayed_variants(config.objective, target.cfg, drafter),

@@ -7,10 +7,12 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from dscout_jax.config.experiment import OptimizerConfig
 from dscout_jax.objective.loss import SlotSums
 
+_NEVER = 2**30  # a gradient that is not finite is never applied; the loop gives up before
 ACCEPTANCE_DECAY = 0.98  # of the running mean, an update
 
 
@@ -25,6 +27,7 @@ class TrainState:
         key: [] typed PRNG key of the run. It never changes: update n uses `fold_in(key, n)`.
         acceptance: per horizon, as the objective lists them, [G - 1] float32 running mean
             acceptance of each slot; 1 at first.
+        ema: running mean of the params; None where none is kept.
     """
 
     step: jax.Array
@@ -32,6 +35,12 @@ class TrainState:
     opt_state: optax.OptState
     key: jax.Array
     acceptance: tuple[jax.Array, ...]
+    ema: dict | None = None
+
+    @property
+    def drafter(self) -> dict:
+        """The weights to evaluate and export: the running mean where there is one."""
+        return self.params if self.ema is None else self.ema
 
 
 def init_state(
@@ -39,6 +48,8 @@ def init_state(
     optimizer: optax.GradientTransformation,
     key: jax.Array,
     horizons: Sequence[int] = (),
+    *,
+    ema: bool = False,
 ) -> TrainState:
     """Returns the state before the first update (`parallel.build_state` gives it own buffers)."""
     return TrainState(
@@ -47,6 +58,7 @@ def init_state(
         opt_state=optimizer.init(params),
         key=key,
         acceptance=tuple(jnp.ones((size - 1,), jnp.float32) for size in horizons),
+        ema=params if ema else None,
     )
 
 
@@ -100,22 +112,36 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """Returns AdamW after clipping by the global norm; only matrices decay.
+    """Returns AdamW or Muon after clipping by the global norm; only matrices decay.
+
+    A gradient with a NaN or infinity in it changes nothing but the counts of such updates, which
+    the state holds (`optax.ApplyIfFiniteState`).
 
     Args:
-        config: moments, decay, clipping and schedule.
+        config: name, moments, decay, clipping and schedule.
         num_steps: length of the run, updates.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            make_schedule(config, num_steps),
+    schedule = make_schedule(config, num_steps)
+    if config.name == "muon":
+        # Updates are scaled to the size of AdamW's, so that both take the same learning rates.
+        optimizer = optax.contrib.muon(
+            schedule,
+            beta=config.beta2,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            weight_decay=config.weight_decay,
+            consistent_rms=0.2,
+        )
+    else:
+        optimizer = optax.adamw(
+            schedule,
             b1=config.beta1,
             b2=config.beta2,
             weight_decay=config.weight_decay,
             mask=decayed,
-        ),
-    )
+        )
+    clipped = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    return optax.apply_if_finite(clipped, max_consecutive_errors=_NEVER)
 
 
 def decayed(params: dict) -> dict:

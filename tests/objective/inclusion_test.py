@@ -10,9 +10,22 @@ from dscout_jax.objective.inclusion import (
     anchor_mask,
     make_blocks,
     reveal_prefix,
+    row_keys,
     sample_anchors,
     sample_taps,
 )
+
+
+def keys(seed, num_rows=1):
+    return row_keys(jax.random.key(seed), 0, num_rows)
+
+
+def test_a_row_draws_the_same_whatever_part_of_the_batch_it_is_in():
+    eligible = anchor_mask(jnp.full(6, 40), jnp.arange(6), 40)
+    whole, _ = sample_anchors(keys(3, 6), eligible, 4)
+    part, _ = sample_anchors(row_keys(jax.random.key(3), 4, 2), eligible[4:], 4)
+    np.testing.assert_array_equal(whole[4:], part)
+    assert len(np.unique(whole, axis=0)) == 6
 
 
 def test_anchors_are_response_positions_with_a_successor():
@@ -24,7 +37,7 @@ def test_anchors_are_response_positions_with_a_successor():
 
 def test_sampled_anchors_are_distinct_eligible_and_dummies_fill_up():
     eligible = anchor_mask(jnp.array([12, 5, 2]), jnp.array([3, 2, 2]), 12)
-    anchors, valid = sample_anchors(jax.random.key(0), eligible, 5)
+    anchors, valid = sample_anchors(keys(0, 3), eligible, 5)
     assert valid.sum(axis=1).tolist() == [5, 2, 0]
     for row in range(3):
         chosen = np.asarray(anchors[row])[np.asarray(valid[row])]
@@ -37,7 +50,7 @@ def test_anchors_are_uniform_over_the_eligible_positions():
     eligible = anchor_mask(jnp.array([10]), jnp.array([4]), 10)
 
     def first(key):
-        return sample_anchors(key, eligible, 2)[0][0, 0]
+        return sample_anchors(key[None], eligible, 2)[0][0, 0]
 
     drawn = jax.vmap(first)(jax.random.split(jax.random.key(1), 4000))
     counts = np.bincount(np.asarray(drawn), minlength=10)[4:9]
@@ -83,7 +96,7 @@ def test_inclusion_agrees_with_a_literal_reading(length, start, num_anchors, see
     seq_len = 12
     tokens = np.arange(seq_len)[None] + 1
     eligible = anchor_mask(jnp.array([length]), jnp.array([start]), seq_len)
-    anchors, valid = sample_anchors(jax.random.key(seed), eligible, num_anchors)
+    anchors, valid = sample_anchors(keys(seed), eligible, num_anchors)
     out = blocks(tokens, [length], anchors, valid)
     expected_valid = min(num_anchors, max(0, length - 1 - start))
     assert int(valid.sum()) == expected_valid
@@ -109,7 +122,7 @@ def reveal(law, rate, *, decay=1.0, num_blocks=4000, length=9, seed=0):
         block_size=6,
         mask_token_id=99,
         objective=objective,
-        key=jax.random.key(seed),
+        keys=keys(seed),
     )
 
 
@@ -145,7 +158,7 @@ def test_the_laws_of_revealing():
 
 
 def test_blocks_of_two_slots_reveal_no_prefix():
-    assert not reveal_prefix(jax.random.key(0), (1, 3, 2), 1.0).any()
+    assert not reveal_prefix(jax.random.key(0), (3, 2), 1.0).any()
 
 
 def test_depths_and_taps_are_drawn_by_their_shares():
@@ -156,12 +169,12 @@ def test_depths_and_taps_are_drawn_by_their_shares():
     )
     out = blocks(
         [[10, 11, 12, 13, 14, 15]], [6], np.ones((1, 4000), int), np.ones((1, 4000), bool),
-        objective=objective, key=jax.random.key(0),
+        objective=objective, keys=keys(0),
     )  # fmt: skip
     np.testing.assert_allclose(np.bincount(out.exits[0]), [1000, 3000], atol=140)
-    taps = np.asarray(sample_taps(jax.random.key(1), objective, 4000, 3))
+    taps = np.asarray(sample_taps(keys(1, 4000), objective, 3))
     lists, counts = np.unique(taps, axis=0, return_counts=True)
     expected = [[False, False, True], [True, False, True], [True, True, True]]
     np.testing.assert_array_equal(lists, expected)
     np.testing.assert_allclose(counts, [2000, 1000, 1000], atol=160)
-    assert sample_taps(jax.random.key(1), ObjectiveConfig(horizons=((4, 1),)), 4, 3) is None
+    assert sample_taps(keys(1, 4), ObjectiveConfig(horizons=((4, 1),)), 3) is None

@@ -9,6 +9,7 @@ import pytest
 from dscout_jax.config.experiment import ObjectiveConfig
 from dscout_jax.models.drafter import select_features, select_taps
 from dscout_jax.models.target import apply_target, head_rows
+from dscout_jax.objective.inclusion import row_keys
 from dscout_jax.objective.loss import Frozen, loss_sums, reads_target
 
 OBJECTIVES = {
@@ -57,7 +58,7 @@ def loss(tiny, frozen, features, rows, objective, *, naive=False, params=None):
             frozen,
             features,
             rows,
-            jax.random.key(3),
+            row_keys(jax.random.key(3), 0, len(rows["tokens"])),
             config=tiny.drafter,
             objective=objective,
             warmth=0.7,
@@ -217,7 +218,7 @@ def test_chunks_need_a_fraction_of_the_memory(tiny, batch):
     def temporaries(naive):
         def value(params):
             return loss_sums(
-                params, large, features, rows, jax.random.key(3),
+                params, large, features, rows, row_keys(jax.random.key(3), 0, 3),
                 config=tiny.drafter, objective=objective, naive=naive,
             )[0]  # fmt: skip
 

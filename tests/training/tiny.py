@@ -65,6 +65,7 @@ def make_experiment(**changes):
             "eval_every": 3,
             "eval_rows": 5,
             "checkpoint_every": 2,
+            "mesh": (1, 1, 1),
         },
     }
     for section, fields in changes.items():
