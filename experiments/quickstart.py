@@ -25,7 +25,7 @@ from dscout_jax.data.prompts import Prompt, load_benchmark
 from dscout_jax.data.tokenizer import StreamDecoder, Tokenizer
 from dscout_jax.decoding.speculative import make_draft_weights
 from dscout_jax.evaluation.benchmarks import Measurement, as_row, measure_prompt
-from dscout_jax.evaluation.report import describe_environment, peak_memory_gib
+from dscout_jax.evaluation.report import describe_environment
 from dscout_jax.evaluation.results import best_rows, mean_rows, summarize_all, write_results
 from dscout_jax.evaluation.runners import Runners, fit_sizes
 from dscout_jax.evaluation.tables import console_table
@@ -271,7 +271,6 @@ def run_workloads(args: argparse.Namespace) -> int:
             k: v.name if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()
         },
         "seeds": {"prompt_order": PROMPT_ORDER_SEED, "bootstrap": 0},
-        "peak_memory_gib": peak_memory_gib(),
         "wall_s": time.perf_counter() - start,
     }
     summary = write_results(args.output, found, extra)

@@ -4,16 +4,16 @@ import json
 import os
 import pathlib
 import platform
-import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dscout_jax.files import write_json, write_text
+from dscout_jax.training.hardware import memory_gib
 from dscout_jax.training.provenance import describe_run
 
 
 def describe_environment() -> dict[str, Any]:
-    """Returns machine, versions and git revision as JSON values."""
+    """Returns machine, most memory held, versions and git revision as JSON values."""
     run = describe_run()
     return {
         "machine": {
@@ -25,16 +25,12 @@ def describe_environment() -> dict[str, Any]:
             "devices": run["devices"],
             "platform": run["platform"],
         },
+        "peak_memory_gib": memory_gib(),
         "versions": {"python": run["python"], **run["packages"]},
         "git_revision": run["git"],
         # Results are for others to read: names of files, no folders of this machine.
         "command": [os.path.basename(a) if os.path.isabs(a) else a for a in run["command"]],
     }
-
-
-def peak_memory_gib() -> float:
-    """Returns the most memory that this process held; Linux counts in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def write_samples(

@@ -4,17 +4,20 @@ A checkpoint is one directory `<step>/` holding the train state (arrays), the po
 iterator and a free-form `meta` (both JSON). Orbax commits it by renaming, so a killed run leaves
 only a temporary name behind; what a rename cannot see (a file cut off or flipped afterwards) is
 caught by a seal: a list of sizes and CRC-32 sums of all files, written last. Directories that are
-unfinished, unsealed or broken are set aside with a warning, and the one before them is used.
+unsealed or broken are set aside with a warning, and the one before them is used; unfinished ones
+are deleted.
 
 Only this module knows Orbax; when its v1 interface takes over, only this file changes.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +28,10 @@ from dscout_jax.files import require_writable, write_json
 
 _SEAL = "seal.json"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; the message is one line for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +84,9 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *unused: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *unused: object) -> None:
+        with contextlib.suppress(CheckpointError) if kind else contextlib.nullcontext():
+            self.close()
 
     @property
     def latest(self) -> int | None:
@@ -114,20 +122,24 @@ class Checkpointer:
             data_state: JSON-able position of the data iterator after `step` batches.
             meta: JSON-able, anything the run wants back.
             score: larger is better (held-out MAT); None if it was not measured at this step.
+
+        Raises:
+            CheckpointError: this save, or an earlier one, failed (a full disk, say).
         """
         if step in self._manager.all_steps():
             return
         if score is not None:
             self._scores[step] = float(score)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                data=ocp.args.JsonSave(dict(data_state)),
-                meta=ocp.args.JsonSave({"score": self._scores.get(step), "meta": dict(meta)}),
-            ),
-            force=True,
-        )
+        with self._explained():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    data=ocp.args.JsonSave(dict(data_state)),
+                    meta=ocp.args.JsonSave({"score": self._scores.get(step), "meta": dict(meta)}),
+                ),
+                force=True,
+            )
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
         """Reads a checkpoint back.
@@ -168,13 +180,37 @@ class Checkpointer:
         return None if step is None else self._read_json(step)["meta"]
 
     def wait(self) -> None:
-        """Blocks until every started save is on disk, sealed."""
-        self._manager.wait_until_finished()
+        """Blocks until every started save is on disk, sealed.
+
+        Raises:
+            CheckpointError: one of them failed.
+        """
+        with self._explained():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Finishes pending saves and stops Orbax's threads."""
-        self.wait()
-        self._manager.close()
+        """Finishes pending saves and stops Orbax's threads.
+
+        Raises:
+            CheckpointError: a save failed.
+        """
+        with self._explained():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns what Orbax and tensorstore raise when they cannot write into one line."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            steps = [int(path.name) for path in _step_directories(self._directory)]
+            sealed = [s for s in steps if (self._directory / str(s) / _SEAL).exists()]
+            reason = str(error).splitlines()[0].rpartition(": ")[2]
+            raise CheckpointError(
+                f"a checkpoint could not be written in {self._directory}: {reason}; the last good "
+                f"one is step {max(sealed, default=None)}. Make room, then the same command "
+                "continues from there"
+            ) from error
 
     def _read_json(self, step: int) -> dict:
         args = ocp.args.Composite(meta=ocp.args.JsonRestore())
@@ -260,10 +296,11 @@ def _crc32(path: pathlib.Path) -> int:
 def _set_broken_aside(directory: pathlib.Path) -> None:
     for path in sorted(directory.iterdir()):
         if _UNFINISHED in path.name:
-            reason = "was not finished"
-        elif path.name.isdigit() and path.is_dir() and (reason := _damage(path)):
-            pass
-        else:
+            shutil.rmtree(path)
+            logging.warning("checkpoint %s was not finished: ignored, deleted", path.name)
+            continue
+        reason = _damage(path) if path.name.isdigit() and path.is_dir() else None
+        if reason is None:
             continue
         aside = directory / f"broken-{path.name}-{len(list(directory.glob('broken-*')))}"
         path.rename(aside)

@@ -15,6 +15,7 @@ from dscout_jax.config.experiment import ExperimentConfig
 from dscout_jax.data.responses import Response
 from dscout_jax.files import require_writable, write_json
 from dscout_jax.training.checkpoint import Checkpointer, changed_fields
+from dscout_jax.training.hardware import CompileClock, memory_gib, peak_flops
 from dscout_jax.training.metrics import MetricWriter, Throughput
 from dscout_jax.training.progress import Progress
 from dscout_jax.training.provenance import describe_run
@@ -99,8 +100,9 @@ def train(
             _refuse_other_experiment(checkpoints, setup, directory)
             write_json(directory / "config.json", to_dict(config))
             write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})
-            with MetricWriter(directory, resume_step=start) as writer:
-                result = _run(setup, checkpoints, writer, progress, stop)
+            with MetricWriter(directory, resume_step=start) as writer, CompileClock() as clock:
+                log = _Log(setup, writer, progress, checkpoints, clock)
+                result = _run(setup, checkpoints, writer, progress, stop, log)
             if result.finished:
                 _export(setup, checkpoints, result, directory / "drafter", progress)
     return result
@@ -112,6 +114,7 @@ def _run(
     writer: MetricWriter,
     progress: Progress,
     stop: Callable[[], bool],
+    log: "_Log",
 ) -> TrainResult:
     cadence = setup.config.train
     batches = setup.training_iterator()
@@ -123,13 +126,14 @@ def _run(
         state, done = restored.state, restored.step
         batches.set_state(restored.data_state)
         progress.say(f"continues after step {done}")
-    log = _Log(writer, progress, checkpoints, cadence.max_skipped)
     batch = next(batches)
     while done < cadence.num_steps:
-        state, metrics = setup.train_step(state, setup.frozen, setup.place(batch))
+        placed = setup.place(batch)
+        flops = log.flops_of(state, placed)
+        state, metrics = setup.train_step(state, setup.frozen, placed)
         # The device is busy now; the host reads the step before, and then the next batch.
         done += 1
-        log.add(done, metrics, int(batch["length"].sum()))
+        log.add(done, metrics, int(batch["length"].sum()), flops)
         data_state = batches.get_state()
         stopping = stop() and done < cadence.num_steps
         last = done == cadence.num_steps
@@ -160,30 +164,41 @@ class _Log:
 
     def __init__(
         self,
+        setup: Setup,
         writer: MetricWriter,
         progress: Progress,
         checkpoints: Checkpointer,
-        max_skipped: int,
+        clock: CompileClock,
     ):
-        self._max_skipped = max_skipped
+        self._setup = setup
+        self._max_skipped = setup.config.train.max_skipped
+        self._flops: dict[tuple, float] = {}
+        self._clock = clock
         self.speed = Throughput(time.perf_counter)
         self._writer = writer
         self._progress = progress
         self._checkpoints = checkpoints
-        self._pending: tuple[int, dict[str, Any], int] | None = None
+        self._pending: tuple[int, dict[str, Any], int, float] | None = None
         self._rows: list[dict[str, Any]] = []
         self._step = self._skipped = 0
 
-    def add(self, step: int, metrics: dict[str, Any], num_tokens: int) -> None:
+    def flops_of(self, state: TrainState, batch: dict[str, Any]) -> float:
+        """Returns the operations of an update on a batch of this shape, counted once a shape."""
+        shape = batch["tokens"].shape
+        if shape not in self._flops:
+            self._flops[shape] = self._setup.step_flops(state, batch)
+        return self._flops[shape]
+
+    def add(self, step: int, metrics: dict[str, Any], num_tokens: int, flops: float) -> None:
         """Reads the update before this one, which is finished or nearly so."""
         self.check()
-        self._pending = (step, metrics, num_tokens)
+        self._pending = (step, metrics, num_tokens, flops)
 
     def check(self) -> None:
         """Waits for the last update; raises TrainingError after too many skipped ones in a row."""
         if self._pending is None:
             return
-        step, metrics, num_tokens = self._pending
+        step, metrics, num_tokens, flops = self._pending
         self._pending = None
         row = jax.device_get(metrics)
         if row["skipped_in_row"] > 0:
@@ -201,7 +216,7 @@ class _Log:
         else:
             self._rows.append(row)
         self._skipped = int(row["skipped"])
-        self.speed.add(num_tokens)
+        self.speed.add(num_tokens, flops)
         self._progress.advance(step)
         self._step = step
 
@@ -220,8 +235,15 @@ class _Log:
             **per_slot(total[max(total)], "train"),
             "train/effective_share": effective_share(total.values()),
             "train/skipped_updates": self._skipped,
+            "train/memory_gib": memory_gib(),
+            "train/compile_s": self._clock.seconds,
             **{f"train/{name}": rate for name, rate in self.speed.read().items()},
         }
+        device = self._setup.mesh.devices.flat[0]
+        peak = peak_flops(device.device_kind)
+        if peak is not None:
+            whole = peak * self._setup.mesh.size
+            values["train/mfu"] = values["train/flops_per_s"] / whole
         self._writer.write(self._step, values)
         self._progress.show(
             {"loss": values["train/loss"], "tokens/s": values["train/tokens_per_s"]}

@@ -59,7 +59,7 @@ def weight_layout(path: Sequence[Any], shape: Sequence[int], mesh: Mesh) -> Name
         mesh: of `make_mesh`.
     """
     if len(shape) != 2:
-        return NamedSharding(mesh, PartitionSpec())
+        return whole_layout(mesh)
     names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
     wanted: tuple[str | None, str | None] = ("fsdp", None)
     if names & set(_SPLIT_OUTPUTS):
@@ -73,6 +73,11 @@ def weight_layout(path: Sequence[Any], shape: Sequence[int], mesh: Mesh) -> Name
         for axis, size in zip(wanted, shape, strict=True)
     ]
     return NamedSharding(mesh, PartitionSpec(*fits))
+
+
+def whole_layout(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of what lies whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def tree_layout(tree: Any, mesh: Mesh) -> Any:

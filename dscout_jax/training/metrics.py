@@ -96,19 +96,23 @@ def describe(values: Mapping[str, Value]) -> str:
 
 
 class Throughput:
-    """Tokens and steps per second since the last reading; time spent elsewhere can be left out."""
+    """Tokens, steps and operations per second since the last reading.
+
+    Time spent elsewhere can be left out.
+    """
 
     def __init__(self, clock: Callable[[], float]):
         """Starts now; `clock` returns seconds, e.g. `time.perf_counter`."""
         self._clock = clock
         self._start = clock()
-        self._tokens = 0
-        self._steps = 0
+        self._tokens = self._steps = 0
+        self._flops = 0.0
 
-    def add(self, tokens: int) -> None:
-        """Counts one finished step over `tokens` tokens."""
+    def add(self, tokens: int, flops: float = 0.0) -> None:
+        """Counts one finished step over `tokens` tokens, of `flops` operations."""
         self._tokens += tokens
         self._steps += 1
+        self._flops += flops
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -120,10 +124,14 @@ class Throughput:
             self._start += self._clock() - began
 
     def read(self) -> dict[str, float]:
-        """Returns `tokens_per_s` and `steps_per_s` since the last reading and starts again."""
+        """Returns `tokens_per_s`, `steps_per_s` and `flops_per_s` and starts again."""
         seconds = max(self._clock() - self._start, 1e-9)
-        rates = {"tokens_per_s": self._tokens / seconds, "steps_per_s": self._steps / seconds}
-        self._start, self._tokens, self._steps = self._clock(), 0, 0
+        rates = {
+            "tokens_per_s": self._tokens / seconds,
+            "steps_per_s": self._steps / seconds,
+            "flops_per_s": self._flops / seconds,
+        }
+        self._start, self._tokens, self._steps, self._flops = self._clock(), 0, 0, 0.0
         return rates
 
 

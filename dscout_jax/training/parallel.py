@@ -182,6 +182,18 @@ def make_eval_step(
     return jax.jit(evaluate)
 
 
+def count_flops(fn: Callable, *arguments: Any) -> float:
+    """Returns the floating-point operations of one call, as XLA counts them.
+
+    Loops are counted as if they ran once: hand over a function without any.
+
+    Args:
+        fn: not compiled, only traced.
+        arguments: arrays or their shapes.
+    """
+    return float(jax.jit(fn).lower(*arguments).cost_analysis()["flops"])
+
+
 def make_features_fn(
     params: dict, config: TargetConfig, tap_ids: tuple[int, ...], dtype: Any
 ) -> Callable[[Any, Any], jax.Array]:

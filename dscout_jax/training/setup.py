@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from dscout_jax.config.checks import require, to_dict
 from dscout_jax.config.experiment import ExperimentConfig, ObjectiveConfig
@@ -17,22 +17,19 @@ from dscout_jax.data.pipeline import evaluation_batches, pad_batch, training_bat
 from dscout_jax.data.responses import Response
 from dscout_jax.decoding.speculative import Variant
 from dscout_jax.models.drafter import init_drafter
-from dscout_jax.models.target import tail_params
-from dscout_jax.objective.inclusion import row_keys
-from dscout_jax.objective.loss import loss_sums, reads_target
 from dscout_jax.objective.weighting import decay_length
 from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target
 from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
-from dscout_jax.training.mesh import make_mesh, place_rows, tree_layout
+from dscout_jax.training.mesh import make_mesh, place_rows, tree_layout, whole_layout
 from dscout_jax.training.parallel import (
     build_state,
-    final_hidden,
+    count_flops,
     make_eval_step,
     make_features_fn,
     make_train_step,
-    tapped_features,
 )
 from dscout_jax.training.state import TrainState, init_state, make_optimizer, make_schedule
+from dscout_jax.training.sums import Sums
 from dscout_jax.training.validation import FrozenTarget, freeze
 from dscout_jax.weights.dflash import load_drafter
 from dscout_jax.weights.targets import LoadedTarget
@@ -40,7 +37,6 @@ from dscout_jax.weights.targets import LoadedTarget
 _LENGTH_MULTIPLE = 64  # batches are cut to a multiple of so many positions: few programs, less work
 _MEASURED_ROWS = 8  # rows on which the target's query and key sizes are measured
 _CUT_BLOCK_SIZE = 8  # at which cuts in depth and taps are validated, or the next smaller one
-_EVAL_SEED = 7  # of the anchors whose loss is validated: the same at every validation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +54,7 @@ class Setup:
         mesh: devices of the run.
         frozen: what the steps read of the target.
         train_step: `(state, frozen, batch) -> (state, metrics)`; donates the state.
+        step_flops: `(state, batch) -> operations` of one update but for the optimiser's.
         eval_sums: `(params, frozen, batch) -> (numerator, denominator, sums by horizon)`.
         features_fn: `(tokens, length) -> features` as training sees them.
         variants: what validation replays, by the suffix of its metrics.
@@ -72,6 +69,7 @@ class Setup:
     mesh: Mesh
     frozen: FrozenTarget
     train_step: Callable
+    step_flops: Callable
     eval_sums: Callable
     features_fn: Callable
     variants: dict[str, Variant]
@@ -108,7 +106,7 @@ class Setup:
         """Where the leaves of a state lie; whole on each device but in mode `jit`."""
         if self.config.train.mode == "jit":
             return tree_layout(state, self.mesh)
-        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
+        return jax.tree.map(lambda _: whole_layout(self.mesh), state)
 
     def first_state(self) -> TrainState:
         """The state before the first update, as `drafter.init` says.
@@ -210,9 +208,12 @@ def prepare(
     for block_size, _ in config.objective.horizons:
         decay_length(config.objective, block_size)
     given = _given_weights(config.drafter.init, drafter, target.cfg) if begins else None
-    dtype = jnp.dtype(config.data.feature_dtype)
-    tap_ids = drafter.target_layer_ids
-    features_fn = make_features_fn(target.params, target.cfg, tap_ids, dtype)
+    features_fn = make_features_fn(
+        target.params,
+        target.cfg,
+        drafter.target_layer_ids,
+        jnp.dtype(config.data.feature_dtype),
+    )
     inputs = prepare_inputs(
         config,
         target.cfg,
@@ -223,52 +224,13 @@ def prepare(
         stop=stop,
     )
 
-    soft = reads_target(config.objective)
-
-    def features_of(frozen, batch):
-        if "features" in batch:
-            return batch["features"]
-        return tapped_features(frozen.params, target.cfg, batch["tokens"], tap_ids, dtype)
-
-    def sums(state, params, frozen, batch, keys):
-        warmup = max(config.objective.weight_warmup * config.train.num_steps, 1.0)
-        features = features_of(frozen, batch)
-        if soft:
-            hidden = final_hidden(frozen.params, target.cfg, features, tap_ids[-1])
-            batch = batch | {"target_hidden": hidden}
-        return loss_sums(
-            params,
-            frozen.tables,
-            features,
-            batch,
-            keys,
-            config=drafter,
-            objective=config.objective,
-            warmth=jnp.minimum((state.step + 1) / warmup, 1.0),
-            acceptance=state.acceptance,
-            dtype=jnp.dtype(config.train.compute_dtype),
-            remat=config.train.remat,
-        )
-
-    # Held-out losses are DFlash's whatever is trained, so that runs can be compared.
-    plain = ObjectiveConfig(horizons=config.objective.horizons, gamma=config.objective.gamma)
-
-    def eval_sums(params, frozen, batch):
-        features = features_of(frozen, batch)
-        keys = row_keys(jax.random.key(_EVAL_SEED), 0, features.shape[0])
-        return loss_sums(
-            params, frozen.tables, features, batch, keys, config=drafter, objective=plain
-        )
-
-    kept = target.params if inputs.features is None else None
-    if kept is None and soft:
-        kept = tail_params(target.params, target.cfg, tap_ids[-1] + 1)
+    sums = Sums(config, target.cfg, drafter)
+    kept = sums.kept_weights(target.params, cached=inputs.features is not None)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
     frozen = freeze(target.params, target.cfg, inputs.draft_vocab_ids, kept=kept)
-    layout = NamedSharding(mesh, PartitionSpec())
-    if train.mode == "jit":
-        layout = tree_layout(frozen, mesh)
+    split = train.mode == "jit"
+    frozen = jax.device_put(frozen, tree_layout(frozen, mesh) if split else whole_layout(mesh))
     return Setup(
         config=config,
         drafter=drafter,
@@ -277,9 +239,9 @@ def prepare(
         given=given,
         optimizer=optimizer,
         mesh=mesh,
-        frozen=jax.device_put(frozen, layout),
+        frozen=frozen,
         train_step=make_train_step(
-            sums,
+            sums.training,
             optimizer,
             schedule,
             mode=train.mode,
@@ -287,7 +249,8 @@ def prepare(
             accumulate=train.accumulate,
             ema_decay=train.ema_decay,
         ),
-        eval_sums=make_eval_step(eval_sums),
+        step_flops=lambda state, batch: count_flops(sums.whole_gradient, state, frozen, batch),
+        eval_sums=make_eval_step(sums.held_out),
         features_fn=features_fn,
         variants=replayed_variants(config.objective, target.cfg, drafter),
     )

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dscout_jax.config.experiment import ObjectiveConfig
@@ -226,3 +227,24 @@ def test_chunks_need_a_fraction_of_the_memory(tiny, batch):
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(naive=False) <= temporaries(naive=True) / 4
+
+
+def test_bfloat16_changes_the_loss_by_its_rounding_only(tiny, frozen, batch):
+    rows, features = batch
+    objective = OBJECTIVES["one horizon"]
+
+    def gradient(dtype):
+        def value(params):
+            numerator, denominator, _ = loss_sums(
+                params, frozen, features, rows, row_keys(jax.random.key(3), 0, 3),
+                config=tiny.drafter, objective=objective, dtype=dtype,
+            )  # fmt: skip
+            return numerator / denominator
+
+        return jax.jit(jax.value_and_grad(value))(tiny.drafter_params)
+
+    (whole, grads), (rounded, rounded_grads) = gradient(jnp.float32), gradient(jnp.bfloat16)
+    assert 0 < abs(float(whole) - float(rounded)) < 0.02 * float(whole)
+    assert {leaf.dtype for leaf in jax.tree.leaves(rounded_grads)} == {jnp.dtype("float32")}
+    size = optax.tree.norm(grads)
+    assert optax.tree.norm(jax.tree.map(jnp.subtract, grads, rounded_grads)) < 0.05 * size

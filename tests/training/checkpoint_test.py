@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dscout_jax.config.experiment import OptimizerConfig
-from dscout_jax.training.checkpoint import Checkpointer, changed_fields
+from dscout_jax.training.checkpoint import Checkpointer, CheckpointError, changed_fields
 from dscout_jax.training.state import init_state, make_optimizer
 
 
@@ -100,6 +100,25 @@ def test_a_broken_checkpoint_is_set_aside_and_the_previous_one_used(tmp_path, da
     with Checkpointer(tmp_path) as checkpoints:
         save(checkpoints, 2)
     assert_restores(tmp_path, 2)
+
+
+@pytest.mark.parametrize("during", ["save", "wait"])
+def test_a_full_disk_is_reported_with_the_last_good_checkpoint(tmp_path, monkeypatch, during):
+    def fail(*args, **kwargs):
+        raise ValueError('RESOURCE_EXHAUSTED: Error writing "w/0": No space left on device')
+
+    told = "No space left on device; the last good one is step 3"
+    with pytest.raises(CheckpointError, match=told):  # noqa: SIM117 (raised on leaving the inner)
+        with Checkpointer(tmp_path) as checkpoints:
+            save(checkpoints, 3)
+            checkpoints.wait()
+            name = "save" if during == "save" else "wait_until_finished"
+            monkeypatch.setattr(checkpoints._manager, name, fail)
+            save(checkpoints, 4)
+            checkpoints.wait()
+    monkeypatch.undo()
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.restore(make_state(), 3).step == 3
 
 
 def test_asking_for_a_step_that_is_not_saved_names_those_that_are(tmp_path):

@@ -46,12 +46,12 @@ def test_throughput_leaves_pauses_out():
     now = [0.0]
     meter = Throughput(lambda: now[0])
     now[0] = 2.0
-    meter.add(100)
+    meter.add(100, 6.0)
     with meter.excluded():
         now[0] = 10.0
     now[0] = 12.0
     meter.add(100)
-    assert meter.read() == {"tokens_per_s": 50.0, "steps_per_s": 0.5}
+    assert meter.read() == {"tokens_per_s": 50.0, "steps_per_s": 0.5, "flops_per_s": 1.5}
     now[0] = 13.0
     meter.add(7)
-    assert meter.read() == {"tokens_per_s": 7.0, "steps_per_s": 1.0}
+    assert meter.read() == {"tokens_per_s": 7.0, "steps_per_s": 1.0, "flops_per_s": 0.0}

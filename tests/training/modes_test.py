@@ -55,7 +55,8 @@ for name, train in {
 }.items():
     losses, params, ema, split = run(**train)
     def apart(one, other):
-        return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one, other)))
+        gaps = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one, other)
+        return max(jax.tree.leaves(gaps))
     report[name] = {
         "loss": max(abs(a - b) for a, b in zip(losses, base_losses)),
         "params": apart(params, base), "ema": apart(ema, base_ema), "split": split,
