@@ -98,6 +98,20 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bitwise(uninterru
     assert losses(tmp_path, "validation/loss") == losses(whole_dir, "validation/loss")
 
 
+def test_a_run_goes_on_with_another_number_of_devices(uninterrupted, tmp_path):
+    whole, _ = uninterrupted
+    run(tmp_path, stop=stop_after(4))
+    second = run(tmp_path, train={"mesh": (2, 2, 1)})
+    assert second.finished
+    assert len(second.state.params["fc"]["weight"].sharding.device_set) == 4
+    # Sums over devices round in another order; a step is 3e-3.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
+        second.state.params,
+        whole.state.params,
+    )
+
+
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bitwise(
     uninterrupted, tmp_path, compilation_cache
 ):
