@@ -23,7 +23,8 @@ from typing import Any
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from dscout_jax.data.generation import GenerationSettings, Request, generate
+from dscout_jax.data.features import FeatureWriter, feature_settings
+from dscout_jax.data.generation import GenerationSettings, Request, generate_into
 from dscout_jax.data.loops import LOOP_NGRAM
 from dscout_jax.data.prompts import (
     DEFAULT_MIXTURE,
@@ -204,8 +205,6 @@ def answer_prompts() -> None:
         writer = stack.enter_context(ResponseWriter(_OUTPUT.value, recorded))
         features = None
         if settings.tap_ids:
-            from dscout_jax.data.features import FeatureWriter, feature_settings  # heavy
-
             width = len(settings.tap_ids) * target.cfg.hidden_size
             of_target = feature_settings(target.sha256, settings.tap_ids, width)
             features = stack.enter_context(FeatureWriter(_FEATURES.value, of_target))
@@ -223,19 +222,19 @@ def answer_prompts() -> None:
         # A log file gets a line now and then, a terminal a living bar.
         interval = 0.5 if sys.stderr.isatty() else 30.0
         with tqdm(total=len(requests), unit="row", mininterval=interval) as bar:
-            for finished in generate(
-                target.params, target.cfg, requests, tokenizer.stop_ids, settings
+            for responses in generate_into(
+                writer,
+                features,
+                target.params,
+                target.cfg,
+                requests,
+                tokenizer.stop_ids,
+                settings,
             ):
-                responses = [answer.response for answer in finished]
-                writer.append(responses)
-                for answer in finished if features is not None else ():
-                    row = answer.response
-                    tokens = (row.prompt + row.response)[: len(answer.features)]
-                    features.add(row.id, tokens, answer.features)
                 num_tokens += sum(len(response.response) for response in responses)
                 speed = num_tokens / (time.monotonic() - start)
                 bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-                bar.update(len(finished))
+                bar.update(len(responses))
 
 
 def store_answers() -> None:

@@ -234,8 +234,12 @@ def fill_feature_cache(
             `features_fn` returns another shape.
         OSError: the disk has not enough room for what is missing.
     """
-    with FeatureWriter(folder, settings) as writer:
+    missing = list(examples)
+    if (Path(folder) / "manifest.json").is_file():
         missing = FeatureCache(folder, settings).missing(examples)
+    if not missing:  # then another process may be writing
+        return
+    with FeatureWriter(folder, settings) as writer:
         _check_room(Path(folder), num_bytes(missing, settings))
         for start in range(0, len(missing), SHARD_ROWS):
             shard = missing[start : start + SHARD_ROWS]

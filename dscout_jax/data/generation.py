@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from dscout_jax.config.models import TargetConfig
+from dscout_jax.data.features import FeatureWriter
 from dscout_jax.data.loops import LOOP_NGRAM, loop_start
-from dscout_jax.data.responses import Response
+from dscout_jax.data.responses import Response, ResponseWriter
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
 
 SLOTS_PER_PREFILL_ROW = 8  # 64 slots: 8 prompts prefilled at once, about what ends in a round
@@ -145,6 +146,37 @@ def generate(
         still_running = np.asarray([slot in running for slot in range(settings.slots)])
         state = state.replace(done=jnp.asarray(~still_running))
         yield finished
+
+
+def generate_into(
+    writer: ResponseWriter,
+    features: FeatureWriter | None,
+    params: dict,
+    config: TargetConfig,
+    requests: Sequence[Request],
+    stop_ids: tuple[int, ...],
+    settings: GenerationSettings,
+) -> Iterator[list[Response]]:
+    """Writes answers as they are finished, and yields them.
+
+    Args:
+        writer: of the answers.
+        features: of their features, where `settings.tap_ids` asks for some. A killed run may lose
+            the features of a shard that is not full; they are computed again before training.
+        params: target weights; see `generate` for this and what follows.
+        config: shapes.
+        requests: prompts.
+        stop_ids: tokens that end an answer.
+        settings: how answers are generated.
+    """
+    for answers in generate(params, config, requests, stop_ids, settings):
+        responses = [answer.response for answer in answers]
+        writer.append(responses)
+        for answer in answers if features is not None else ():
+            row = answer.response
+            tokens = (row.prompt + row.response)[: len(answer.features)]
+            features.add(row.id, tokens, answer.features)
+        yield responses
 
 
 def _cut_at_loop(answer: list[int], n: int | None) -> list[int]:

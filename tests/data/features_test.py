@@ -176,8 +176,11 @@ def test_the_features_of_another_answer_are_refused(tmp_path, examples):
 
 
 def test_a_second_writer_is_refused(tmp_path):
-    with FeatureWriter(tmp_path, SETTINGS), pytest.raises(BlockingIOError, match="another process"):
-        FeatureWriter(tmp_path, SETTINGS)
+    fill(tmp_path, make_rows(3))
+    with FeatureWriter(tmp_path, SETTINGS):
+        assert fill(tmp_path, make_rows(3)) == []  # nothing to write
+        with pytest.raises(BlockingIOError, match="another process"):
+            fill(tmp_path, make_rows(4))
 
 
 def test_a_missing_cache_and_wrong_feature_shapes_are_refused(tmp_path, examples):

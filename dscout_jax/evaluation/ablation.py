@@ -1,0 +1,217 @@
+"""Arms of an ablation side by side: MAT by replay, speed by latency, intervals over prompts.
+
+Speedup of a variant on a workload = loop-free MAT * seconds of a plain step / seconds of a cycle.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dscout_jax.evaluation.replayed import ReplayedRow
+from dscout_jax.evaluation.statistics import BOOTSTRAP_SAMPLES, Estimate
+
+Arms = Mapping[str, Mapping[str, Sequence[ReplayedRow]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Latency:
+    """Times that speed follows from.
+
+    Attributes:
+        seconds: medians: `plain` of a plain step, each variant's name of a cycle.
+        samples: the rounds that they are medians of.
+    """
+
+    seconds: Mapping[str, float]
+    samples: Sequence[Mapping[str, float]]
+
+    def speedup_per_token(self, variant: str) -> float:
+        """Speedup that one accepted token brings: plain step over cycle."""
+        return self.seconds["plain"] / self.seconds[variant]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Loop-free MAT of one arm: as measured (index 0) and in bootstrap resamples of the prompts.
+
+    Prompts are resampled within each workload, the same for all arms, so arms may be compared
+    sample by sample.
+
+    Attributes:
+        mat: workload to variant to [1 + samples].
+    """
+
+    mat: Mapping[str, Mapping[str, np.ndarray]]
+
+    def mean(self, variant: str) -> np.ndarray:
+        """MAT averaged over the workloads, [1 + samples]."""
+        return np.mean([by_variant[variant] for by_variant in self.mat.values()], axis=0)
+
+    def speedup(self, latency: Latency, variants: Sequence[str]) -> np.ndarray:
+        """Mean speedup with each workload at the best of some variants, [1 + samples]."""
+        best = [
+            by_variant[self.best(workload, latency, variants)]
+            * latency.speedup_per_token(self.best(workload, latency, variants))
+            for workload, by_variant in self.mat.items()
+        ]
+        return np.mean(best, axis=0)
+
+    def best(self, workload: str, latency: Latency, variants: Sequence[str]) -> str:
+        """The variant that is fastest on a workload as measured."""
+        return max(
+            variants,
+            key=lambda name: self.mat[workload][name][0] * latency.speedup_per_token(name),
+        )
+
+
+def sample_arm(rows: Mapping[str, Sequence[ReplayedRow]], *, seed: int = 0) -> Sampled:
+    """Returns the MAT of an arm with its bootstrap resamples.
+
+    Args:
+        rows: by variant; several rows of a prompt (training seeds) are kept together.
+        seed: of the resampling; equal seeds draw the same prompts for every arm.
+    """
+    mat: dict[str, dict[str, np.ndarray]] = {}
+    for variant, found in rows.items():
+        sums: dict[str, dict[str, np.ndarray]] = {}
+        for row in found:
+            prompts = sums.setdefault(row.workload, {})
+            prompts.setdefault(row.prompt_id, np.zeros(2))
+            prompts[row.prompt_id] += (row.free_tokens, row.free_cycles)
+        for index, (workload, prompts) in enumerate(sorted(sums.items())):
+            totals = np.array([prompts[prompt_id] for prompt_id in sorted(prompts)])  # [P, 2]
+            generator = np.random.default_rng((seed, index))
+            chosen = generator.integers(len(totals), size=(BOOTSTRAP_SAMPLES, len(totals)))
+            whole = np.concatenate([totals.sum(0)[None], totals[chosen].sum(1)])
+            mat.setdefault(workload, {})[variant] = whole[:, 0] / np.maximum(whole[:, 1], 1)
+    return Sampled(mat)
+
+
+def estimate(samples: np.ndarray) -> Estimate:
+    """Returns the measured value (index 0) with the 95 % interval of the others."""
+    low, high = np.percentile(samples[1:], [2.5, 97.5])
+    return Estimate(float(samples[0]), float(low), float(high))
+
+
+def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
+    """Returns rows for people, rows for spreadsheets, and figures of all arms.
+
+    Args:
+        arms: arm to variant to rows. Variants named `block<G>` are whole drafters; others are cuts.
+        latency: times of all variants.
+
+    Returns:
+        `table`, one row an arm; `rows`, one for each arm, workload and variant; `summary`, with
+        `mat` and `speedup` of every arm by workload and block size, means, and comparisons.
+    """
+    sampled = {arm: sample_arm(rows) for arm, rows in arms.items()}
+    first = next(iter(sampled.values()))
+    variants = list(next(iter(first.mat.values())))
+    whole = [name for name in variants if "_" not in name]
+    cuts = [name for name in variants if "_" in name]
+    base = sampled.get("dflash", first)
+    base_speed = base.speedup(latency, whole)
+    table, rows, summary = [], [], {}
+    for arm, found in sampled.items():
+        speed = found.speedup(latency, whole)
+        table.append(
+            {
+                "arm": arm,
+                **{f"MAT {name}": estimate(found.mean(name)) for name in whole},
+                "speedup": estimate(speed),
+                "over dflash": estimate(speed / base_speed),
+                **{f"MAT {name}": estimate(found.mean(name)) for name in cuts},
+            }
+        )
+        for workload, by_variant in found.mat.items():
+            for name, samples in by_variant.items():
+                mat, factor = estimate(samples), latency.speedup_per_token(name)
+                rows.append(
+                    {
+                        "arm": arm, "workload": workload, "variant": name, "mat": mat.value,
+                        "mat_low": mat.low, "mat_high": mat.high, "speedup": mat.value * factor,
+                    }
+                )  # fmt: skip
+        mine = [row for row in rows if row["arm"] == arm]
+        summary[arm] = {
+            "mat": _nested(mine, "mat"),
+            "speedup": _nested(mine, "speedup"),
+            "mat_mean": {name: float(found.mean(name)[0]) for name in variants},
+            "speedup_mean": float(speed[0]),
+            "best_variant": {
+                workload: found.best(workload, latency, whole) for workload in found.mat
+            },
+        }
+    found = {"results": summary} | comparisons(sampled, latency, whole)
+    return {"table": table, "rows": rows, "summary": found}
+
+
+def _nested(rows: Sequence[Mapping[str, Any]], value: str) -> dict[str, dict[str, float]]:
+    """Returns workload to variant to a value of the rows."""
+    nested: dict[str, dict[str, float]] = {}
+    for row in rows:
+        nested.setdefault(row["workload"], {})[row["variant"]] = row[value]
+    return nested
+
+
+def comparisons(
+    sampled: Mapping[str, Sampled], latency: Latency, whole: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the ratios that the project's claims are about, where their arms were trained."""
+    found: dict[str, Any] = {}
+
+    def record(name: str, samples: np.ndarray) -> None:
+        value = estimate(samples)
+        found[name] = value.value
+        found[f"{name}_interval"] = [value.low, value.high]
+
+    if {"dscout", "dflash"} <= sampled.keys():
+        speeds = [sampled[arm].speedup(latency, whole) for arm in ("dscout", "dflash")]
+        record("dscout_over_dflash_speedup", speeds[0] / speeds[1])
+        found["dscout_over_dflash_mat"] = {
+            name: float(sampled["dscout"].mean(name)[0] / sampled["dflash"].mean(name)[0])
+            for name in whole
+        }
+    if {"elastic", "dscout"} <= sampled.keys():
+        ratios = [sampled["elastic"].mean(name) / sampled["dscout"].mean(name) for name in whole]
+        record("elastic_over_dedicated_mat", np.mean(ratios, axis=0))
+        names = next(iter(sampled["elastic"].mat.values()))
+        found["elastic_over_dscout_cut_mat"] = {
+            name: float(sampled["elastic"].mean(name)[0] / sampled["dscout"].mean(name)[0])
+            for name in names
+            if name not in whole
+        }
+    return found
+
+
+def draw(table: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
+    """Draws mean MAT by block size and mean speedup of every arm, with 95 % intervals.
+
+    Args:
+        table: of `compare`.
+        path: PNG file to write.
+    """
+    figure = Figure(figsize=(11, 1.5 + 0.42 * len(table)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = np.arange(len(table))[::-1]
+    sizes = [name for name in table[0] if name.startswith("MAT block") and "_" not in name]
+    for offset, name in zip(np.linspace(0.25, -0.25, len(sizes)), sizes, strict=True):
+        _points(left, places + offset, [row[name] for row in table], name.removeprefix("MAT "))
+    _points(right, places, [row["speedup"] for row in table], "")
+    left.set(xlabel="tokens per cycle", title="MAT, loop-free, mean of the workloads")
+    right.set(xlabel="times plain decoding", title="Speedup, each workload at its best block size")
+    left.set_yticks(places, [row["arm"] for row in table])
+    left.legend(fontsize="small")
+    for axis in (left, right):
+        axis.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _points(axis, places: np.ndarray, estimates: Sequence[Estimate], label: str) -> None:
+    values = np.array([e.value for e in estimates])
+    spread = [values - [e.low for e in estimates], [e.high for e in estimates] - values]
+    axis.errorbar(values, places, xerr=np.abs(spread), fmt="o", capsize=2, label=label)

@@ -1,0 +1,267 @@
+r"""Which part of the objective brings what? Trains every arm alike and compares them.
+
+    python experiments/table_ablation.py --steps 1500
+    python experiments/table_ablation.py --arms dflash,d_pace,dscout --seeds 0,1,2 --steps 8000 \
+        --workdir runs/full --output results/ablation_full
+
+Every arm sees the same rows in the same order with the same schedule, first weights and number of
+slots in a row; only the objective differs. Stopped at any time, the same command goes on: finished
+arms are not trained again. The target answers the benchmark prompts once; MAT of every drafter
+follows by replay, speed from the latency of a plain step and of a cycle, timed interleaved (neither
+depends on trained weights). Writes rows.csv, table.md, summary.json and ablation.png to `--output`.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import runpy
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+from dscout_jax.config.experiment import ExperimentConfig, from_config_dict
+from dscout_jax.data.prompts import load_benchmark
+from dscout_jax.decoding.speculative import DraftWeights, Variant
+from dscout_jax.evaluation.ablation import Latency, compare, draw
+from dscout_jax.evaluation.command import one_line_errors
+from dscout_jax.evaluation.replayed import (
+    Answered,
+    ReplayedRow,
+    answer_workloads,
+    replay_workloads,
+)
+from dscout_jax.evaluation.report import describe_environment
+from dscout_jax.evaluation.tables import csv_table, markdown_table
+from dscout_jax.files import require_writable, write_json, write_text
+from dscout_jax.objective.methods import METHODS
+from dscout_jax.throughput.latency import Setting, cycle_timer, interleave, medians, plain_timer
+from dscout_jax.training.inputs import load_responses
+from dscout_jax.training.interrupt import StopRequest
+from dscout_jax.training.loop import TrainingError, train
+from dscout_jax.training.validation import freeze
+from dscout_jax.weights.dflash import WEIGHTS_FILE, load_drafter
+from dscout_jax.weights.download import sha256_of
+from dscout_jax.weights.targets import LoadedTarget, load_target
+
+CONFIG = pathlib.Path(__file__).parent / "configs" / "smollm2_dscout.py"
+BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp_sanitized", "mt_bench", "self_instruct_user")
+BLOCK_SIZES, CUT_BLOCK_SIZE = (4, 8, 16), 8
+CUTS = (
+    {"num_layers": 1}, {"num_layers": 2}, {"taps": (4,)}, {"taps": (0, 2, 4)},
+    {"num_layers": 1, "taps": (4,)},
+)  # fmt: skip
+MIXED = ((4, 8), (8, 8), (16, 5))
+SINGLE = ((16, 11),)
+REACH = {"weighting": "reach", "smoothing": 0.5, "weight_warmup": 0.2}
+ELASTIC = {
+    "depths": ((1, 1.0), (2, 1.0), (3, 4.0)),
+    "taps": (((4,), 1.0), ((0, 2, 4), 1.0), ((0, 1, 2, 3, 4), 4.0)),
+}
+# Fields of the objective; 176 slots in a row everywhere.
+ARMS: dict[str, dict[str, Any]] = {
+    "dflash": {"horizons": SINGLE, **METHODS["dflash"]},
+    "d_pace": {"horizons": SINGLE, **METHODS["d_pace"]},
+    "vat": {"horizons": SINGLE, **METHODS["vat"]},
+    "spec_auf": {"horizons": SINGLE, **METHODS["spec_auf"]},
+    "mixed": {"horizons": MIXED, **METHODS["dflash"]},
+    # The controls of mixing: its decay without it, and it without its decay.
+    "mixed_decay_only": {
+        "horizons": SINGLE, "weighting": "horizon_decay", "horizon_shares": MIXED,
+    },
+    "mixed_corrected": {"horizons": MIXED, "horizon_correction": True, **METHODS["dflash"]},
+    "unmask_25": {"horizons": SINGLE, "reveal_rate": 0.25},
+    "unmask_50": {"horizons": SINGLE, "reveal_rate": 0.5},
+    "reach": {"horizons": SINGLE, **REACH},
+    "reach_floor": {"horizons": SINGLE, **REACH, "floor": 0.05},
+    "dscout": {"horizons": MIXED, **METHODS["dscout"]},
+    "dscout_soft": {"horizons": MIXED, **METHODS["dscout"], "prediction": "soft_ce"},
+    "elastic": {"horizons": MIXED, **METHODS["dscout"], **ELASTIC},
+}  # fmt: skip
+
+
+def names(text: str) -> list[str]:
+    """Returns the arms that a comma-separated list names."""
+    chosen = text.split(",")
+    unknown = [name for name in chosen if name not in ARMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    return chosen
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arms", type=names, default=list(ARMS), help="comma-separated")
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0],
+        help="comma-separated; of anchors and first weights",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=1500, help="updates of each run")
+    parser.add_argument("--init", default="target_layers", help="drafter to start every arm from")
+    parser.add_argument("--store", default="runs/data/store", help="training answers")
+    parser.add_argument("--features", default="runs/data/features", help="their feature cache")
+    parser.add_argument("--benchmarks", type=pathlib.Path, default="../shared/data/benchmarks")
+    parser.add_argument("--num_prompts", type=int, default=48, help="of each benchmark")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=8, help="timed rounds of the latencies")
+    parser.add_argument("--workdir", type=pathlib.Path, default="runs/ablation")
+    parser.add_argument("--output", type=pathlib.Path, default="results/ablation")
+    return parser
+
+
+def make_config(args: argparse.Namespace, arm: str, seed: int) -> ExperimentConfig:
+    """Returns the experiment of an arm."""
+    values = runpy.run_path(str(CONFIG))["get_config"]("dflash")
+    values.objective.update(ARMS[arm])
+    values.drafter.init = args.init
+    values.data.store, values.data.feature_cache = args.store, args.features
+    values.train.num_steps = args.steps
+    values.train.seed = seed
+    values.train.eval_every = max(args.steps // 4, 1)
+    values.train.mesh = (1, 1, 1)
+    return from_config_dict(values.to_dict())
+
+
+def train_arms(args: argparse.Namespace, target: LoadedTarget) -> bool:
+    """Trains what is not trained yet; returns whether all is."""
+    responses = load_responses(args.store)
+    with StopRequest() as stop:
+        for seed in args.seeds:
+            for arm in args.arms:
+                folder = run_folder(args, arm, seed)
+                if (folder / "drafter" / WEIGHTS_FILE).is_file():
+                    continue
+                print(f"--- {arm}, seed {seed}", flush=True)
+                result = train(make_config(args, arm, seed), folder, target, responses, stop=stop)
+                if not result.finished:
+                    return False
+    return True
+
+
+def run_folder(args: argparse.Namespace, arm: str, seed: int) -> pathlib.Path:
+    """Returns the workdir of one run."""
+    return args.workdir / f"{arm}-seed{seed}"
+
+
+def variants_of(target: LoadedTarget, drafter) -> dict[str, Variant]:
+    """Returns what is replayed, by name: whole at every block size, then cuts at one of them."""
+    made = {f"block{size}": Variant(target.cfg, drafter, size) for size in BLOCK_SIZES}
+    for cut in CUTS:
+        depth, taps = cut.get("num_layers"), cut.get("taps")
+        name = f"block{CUT_BLOCK_SIZE}"
+        name += f"_depth{depth}" * (depth is not None)
+        name += f"_taps{len(taps or ())}" * (taps is not None)
+        made[name] = Variant(target.cfg, drafter, CUT_BLOCK_SIZE, num_layers=depth, taps=taps)
+    return made
+
+
+def measure(
+    folder: pathlib.Path, target: LoadedTarget, answered: Answered
+) -> dict[str, list[ReplayedRow]]:
+    """Returns the replayed rows of a trained drafter by variant; kept beside the drafter."""
+    drafter_folder, kept = folder / "drafter", folder / "replayed.json"
+    sha256 = sha256_of(drafter_folder / WEIGHTS_FILE)
+    if kept.is_file():
+        saved = json.loads(kept.read_text())
+        if saved["drafter_sha256"] == sha256:
+            return {
+                name: [ReplayedRow(**row) for row in rows] for name, rows in saved["rows"].items()
+            }
+    loaded = load_drafter(drafter_folder, target.cfg)
+    frozen = freeze(target.params, target.cfg, loaded.token_ids)
+    variants = variants_of(target, loaded.config)
+    rows = {
+        name: list(replay_workloads(loaded.params, frozen, answered, variant))
+        for name, variant in tqdm(variants.items(), desc=folder.name, disable=None)
+    }
+    as_dicts = {name: [dataclasses.asdict(row) for row in found] for name, found in rows.items()}
+    write_json(kept, {"drafter_sha256": sha256, "rows": as_dicts})
+    return rows
+
+
+def measure_latency(args: argparse.Namespace, target: LoadedTarget) -> Latency:
+    """Times a plain step and the cycles of every variant, interleaved."""
+    loaded = load_drafter(run_folder(args, args.arms[0], args.seeds[0]) / "drafter", target.cfg)
+    frozen = freeze(target.params, target.cfg, loaded.token_ids)
+    weights = DraftWeights(loaded.params, frozen.tables.head, frozen.token_ids)
+    setting = Setting(context=200)
+    timers = {"plain": plain_timer(target.params, target.cfg, setting, max(BLOCK_SIZES))}
+    for name, variant in variants_of(target, loaded.config).items():
+        timers[name] = cycle_timer(target.params, weights, variant, setting)
+    rounds = interleave(timers, args.repeats)
+    samples = list(tqdm(rounds, total=args.repeats, desc="latency", disable=None))
+    return Latency(medians(samples), samples)
+
+
+def measured_arms(
+    args: argparse.Namespace, target: LoadedTarget, answered: Answered
+) -> Iterator[tuple[str, Mapping[str, list[ReplayedRow]]]]:
+    """Yields every arm with the rows of all its seeds by variant."""
+    for arm in args.arms:
+        rows: dict[str, list[ReplayedRow]] = {}
+        for seed in args.seeds:
+            for name, found in measure(run_folder(args, arm, seed), target, answered).items():
+                rows.setdefault(name, []).extend(found)
+        yield arm, rows
+
+
+def write_all(args: argparse.Namespace, target: LoadedTarget) -> None:
+    """Replays, times, and writes table, picture and summary."""
+    prompts = {name: load_benchmark(args.benchmarks, name, args.num_prompts) for name in BENCHMARKS}
+    config = make_config(args, args.arms[0], args.seeds[0])
+    answered = answer_workloads(
+        args.workdir / f"answers-{args.num_prompts}x{args.max_new_tokens}",
+        prompts,
+        target,
+        config.drafter.target_layer_ids,
+        max_new_tokens=args.max_new_tokens,
+        say=lambda line: print(line, flush=True),
+    )
+    arms = dict(measured_arms(args, target, answered))
+    latency = measure_latency(args, target)
+    compared = compare(arms, latency)
+    write_text(args.output / "rows.csv", csv_table(compared["rows"]))
+    text = markdown_table(compared["table"])
+    write_text(args.output / "table.md", text)
+    draw(compared["table"], args.output / "ablation.png")
+    settings = {k: v.name if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()}
+    settings |= {name: pathlib.Path(settings[name]).name for name in ("init", "store", "features")}
+    write_json(
+        args.output / "summary.json",
+        {
+            **compared["summary"],
+            "latency_s": latency.seconds,
+            "arms": {arm: ARMS[arm] for arm in args.arms},
+            "settings": settings,
+            "environment": describe_environment(),
+        },
+    )
+    write_text(
+        args.output / "latency.jsonl", "".join(json.dumps(s) + "\n" for s in latency.samples)
+    )
+    print(text)
+
+
+def main() -> None:
+    """Trains, measures, writes."""
+    args = build_parser().parse_args()
+    with one_line_errors("table_ablation"):
+        require_writable(args.output)
+        require_writable(args.workdir)
+        target = load_target("smollm2-135m")
+        try:
+            finished = train_arms(args, target)
+        except TrainingError as error:
+            sys.exit(f"table_ablation: {error}")
+        if not finished:
+            sys.exit("table_ablation: stopped; the same command continues")
+        write_all(args, target)
+
+
+if __name__ == "__main__":
+    main()

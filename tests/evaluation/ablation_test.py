@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from dscout_jax.evaluation.ablation import Latency, compare, draw, sample_arm
+from dscout_jax.evaluation.replayed import ReplayedRow, mean_accepted
+
+
+def rows(workload, tokens, cycles):
+    """One answer a prompt; what lies before the loop is all but one token and one cycle."""
+    return [
+        ReplayedRow(workload, f"{workload}/{i}", t + 1, c + 1, t, c)
+        for i, (t, c) in enumerate(zip(tokens, cycles, strict=True))
+    ]
+
+
+def arm(scale):
+    """Two workloads, one that likes long blocks and one that does not, and a cut."""
+    return {
+        "block4": rows("easy", [20 * scale, 30 * scale], [10, 10])
+        + rows("hard", [12 * scale, 12 * scale], [10, 10]),
+        "block8": rows("easy", [40 * scale, 60 * scale], [10, 10])
+        + rows("hard", [13 * scale, 13 * scale], [10, 10]),
+        "block8_depth1": rows("easy", [10, 10], [10, 10]) + rows("hard", [10, 10], [10, 10]),
+    }
+
+
+LATENCY = Latency({"plain": 1.0, "block4": 1.25, "block8": 2.0, "block8_depth1": 1.5}, [])
+
+
+def test_figures_are_those_computed_by_hand():
+    found = compare({"dflash": arm(1), "dscout": arm(2), "elastic": arm(2)}, LATENCY)
+    summary = found["summary"]
+    mat = summary["results"]["dflash"]["mat"]
+    assert mat["easy"] == pytest.approx({"block4": 2.5, "block8": 5.0, "block8_depth1": 1.0})
+    assert mat["hard"] == pytest.approx({"block4": 1.2, "block8": 1.3, "block8_depth1": 1.0})
+    # easy: 5 / 2 at block size 8; hard: 1.2 / 1.25 at 4. Cuts do not compete.
+    assert summary["results"]["dflash"]["best_variant"] == {"easy": "block8", "hard": "block4"}
+    assert summary["results"]["dflash"]["speedup_mean"] == pytest.approx((2.5 + 0.96) / 2)
+    assert summary["dscout_over_dflash_speedup"] == pytest.approx(2.0)
+    # Every resampled set of prompts gives both arms the same prompts.
+    assert summary["dscout_over_dflash_speedup_interval"] == pytest.approx([2.0, 2.0])
+    assert summary["dscout_over_dflash_mat"] == pytest.approx({"block4": 2.0, "block8": 2.0})
+    assert summary["elastic_over_dedicated_mat"] == pytest.approx(1.0)
+    assert summary["elastic_over_dscout_cut_mat"] == pytest.approx({"block8_depth1": 1.0})
+    line = found["table"][1]
+    assert line["arm"] == "dscout" and line["over dflash"].value == pytest.approx(2.0)
+    assert line["MAT block8"].value == pytest.approx((10.0 + 2.6) / 2)
+    assert len(found["rows"]) == 3 * 2 * 3
+
+
+def test_seeds_of_a_prompt_are_resampled_together():
+    once, twice = arm(1)["block4"], arm(1)["block4"] * 2
+    for a, b in zip(
+        sample_arm({"v": once}).mat.values(), sample_arm({"v": twice}).mat.values(), strict=True
+    ):
+        np.testing.assert_allclose(a["v"], b["v"])
+    easy = [row for row in once if row.workload == "easy"]
+    assert mean_accepted(easy).value == 2.5
+    assert mean_accepted(easy, loop_free=False).value == pytest.approx(52 / 22)
+    assert mean_accepted(easy).low == 2.0 and mean_accepted(easy).high == 3.0
+
+
+def test_a_single_arm_is_its_own_base_and_can_be_drawn(tmp_path):
+    found = compare({"mixed": arm(1)}, LATENCY)
+    assert found["table"][0]["over dflash"].value == 1.0
+    assert found["summary"].keys() == {"results"}
+    draw(found["table"], tmp_path / "ablation.png")
+    assert (tmp_path / "ablation.png").stat().st_size > 5000
