@@ -122,7 +122,7 @@ def make_config(args: argparse.Namespace, arm: str, seed: int) -> ExperimentConf
     values.data.store, values.data.feature_cache = args.store, args.features
     values.train.num_steps = args.steps
     values.train.seed = seed
-    values.train.eval_every = max(args.steps // 4, 1)
+    values.train.eval_every = max(args.steps // 4, 100)
     values.train.mesh = (1, 1, 1)
     return from_config_dict(values.to_dict())
 
