@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 from dscout_jax.config.experiment import ExperimentConfig, from_config_dict
@@ -253,6 +254,8 @@ def main() -> None:
     with one_line_errors("table_ablation"):
         require_writable(args.output)
         require_writable(args.workdir)
+        # Arms share most programs: each is compiled once.
+        jax.config.update("jax_compilation_cache_dir", str(args.workdir.absolute() / "compiled"))
         target = load_target("smollm2-135m")
         try:
             finished = train_arms(args, target)
