@@ -39,7 +39,8 @@ def parse_flags(arguments: Sequence[str]) -> list[str]:
                 raise ValueError(f"--{name} is missing: {flags.FLAGS[name].help}")
     except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
         # The libraries wrap tracebacks and escaped line ends around what matters, the last line.
-        fail(str(error).replace("\\n", "\n").strip(" \n'\"").splitlines()[-1])
+        text = str(error).replace("\\n", "\n").strip(" \n'\"").splitlines()[-1]
+        fail(text if " " in text else f"the config has no field {text!r}")
     return rest
 
 

@@ -13,6 +13,7 @@ line: `--config.train.num_steps=500`.
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 VARIANTS = ("", "mixed", "smoke")
 
@@ -44,13 +45,26 @@ def get_config(variant: str = "") -> ConfigDict:
 
     config.objective = ConfigDict()
     config.objective.horizons = ((8, 32),)  # (slots, anchors a row)
+    config.objective.depths = ()  # (layers, share): elastic depth
+    config.objective.exits = "sampled"
+    config.objective.taps = ()  # (indices of taps, share): elastic conditioning
+    config.objective.reveal = "prefix"
+    config.objective.reveal_rate = 0.0  # of the blocks
+    config.objective.reveal_decay = 1.0
     config.objective.weighting = "exp_decay"
+    config.objective.acceptance = "target_prob"
+    config.objective.smoothing = 0.5
+    config.objective.floor = 0.0
+    config.objective.weight_warmup = 0.0  # of the steps
+    config.objective.horizon_correction = False
+    config.objective.horizon_shares = ()
     config.objective.gamma = 4.0  # slots
     config.objective.prediction = "ce"
     config.objective.normalizer = "weights"
     config.objective.chunk_anchors = 8  # blocks of a row whose logits exist at once
 
     config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"
     config.optimizer.learning_rate = 1e-3  # peak
     config.optimizer.beta1 = 0.9
     config.optimizer.beta2 = 0.95
@@ -70,19 +84,25 @@ def get_config(variant: str = "") -> ConfigDict:
     config.train.eval_rows = 64
     config.train.checkpoint_every = 250  # steps
     config.train.keep_checkpoints = 2
+    config.train.mode = "jit"
+    config.train.mesh = (-1, 1, 1)  # devices for data, fsdp, tensor
+    config.train.accumulate = 1
+    config.train.remat = False
+    config.train.compute_dtype = "float32"
+    config.train.ema_decay = placeholder(float)
+    config.train.max_skipped = 5  # in a row
 
     if variant == "mixed":
         config.drafter.block_size = 16
         config.objective.horizons = ((4, 16), (8, 20), (16, 4))
         config.drafter.draft_vocab_size = 16_384
-        config.objective.gamma = None  # each horizon its own
+        config.objective.gamma = placeholder(float)  # each horizon its own
         config.optimizer.schedule = "wsd"
         config.train.num_steps = 20_000
 
     if variant == "smoke":
         config.data.seq_len = 192
         config.data.features = "online"
-        config.data.feature_cache = None
         config.objective.horizons = ((8, 4),)
         config.train.num_steps = 12
         config.train.batch_size = 2

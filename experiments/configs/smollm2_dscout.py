@@ -14,6 +14,7 @@ import pathlib
 import runpy
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from dscout_jax.objective.methods import METHODS
 
@@ -32,7 +33,7 @@ def get_config(variant: str = "dscout") -> ConfigDict:
     if variant == "smoke":
         config = base("smoke")
         config.objective.horizons = ((4, 2), (8, 2))
-        config.objective.gamma = None  # each horizon its own
+        config.objective.gamma = placeholder(float)  # each horizon its own
         config.objective.update(METHODS["dscout"])
         return config
     config = base("mixed")

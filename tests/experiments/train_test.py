@@ -3,6 +3,7 @@ import runpy
 
 import pytest
 
+from dscout_jax.config.checks import to_dict
 from dscout_jax.config.experiment import from_config_dict
 from dscout_jax.objective.methods import METHODS
 
@@ -19,6 +20,7 @@ CONFIG = "experiments/configs/smollm2_dflash.py"
             [f"--config={CONFIG}", "--config.objective.weighting=wide"],
             "objective.weighting='wide' is not allowed; use one of uniform, exp_decay, reach",
         ),
+        ([f"--config={CONFIG}", "--config.train.zzz=1"], "the config has no field 'zzz'"),
         (["--config=nowhere.py"], "No such file or directory: 'nowhere.py'"),
         ([], "--config is missing"),
         ([f"--config={CONFIG}", "--config.train.num_steps=0"], "train.num_steps=0 is not allowed"),
@@ -54,3 +56,11 @@ def test_every_variant_of_a_config_is_a_valid_experiment(name, variant):
     if variant in METHODS:
         slots = sum(size * anchors for size, anchors in experiment.objective.horizons)
         assert slots == 176  # every method pays for the same number of slots
+
+
+def test_every_field_stands_in_the_config_so_that_flags_can_set_it():
+    values = runpy.run_path(ROOT / CONFIG)["get_config"]()
+    experiment = from_config_dict(values.to_dict())
+    for section, fields in to_dict(experiment).items():
+        if isinstance(fields, dict):
+            assert set(values[section]) == set(fields), section
