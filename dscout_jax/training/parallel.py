@@ -33,6 +33,7 @@ def make_train_step(
     mesh: Mesh | None = None,
     accumulate: int = 1,
     ema_decay: float | None = None,
+    divide: bool = True,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
     """Returns `step(state, frozen, batch) -> (state, metrics)`, compiled once a batch shape.
 
@@ -50,6 +51,7 @@ def make_train_step(
         mesh: devices of the last two modes; axes other than `data` must have size 1.
         accumulate: parts that the rows of a device are taken in, one after the other.
         ema_decay: of the running mean of the weights, where the state keeps one.
+        divide: False takes the numerator as the loss (normaliser `none`), however it is split.
 
     The metrics are `loss` (numerator / denominator), `grad_norm` (before clipping),
     `learning_rate`, `slots`, what `loss_sums` returned beside the sums, and `skipped` and
@@ -60,7 +62,13 @@ def make_train_step(
         ConfigError: an unknown mode, or one that the mesh does not fit.
     """
     body = partial(
-        _step, loss_sums, optimizer, schedule, accumulate=accumulate, ema_decay=ema_decay
+        _step,
+        loss_sums,
+        optimizer,
+        schedule,
+        accumulate=accumulate,
+        ema_decay=ema_decay,
+        divide=divide,
     )
     if mode == "jit":
         return jax.jit(body, donate_argnums=0)
@@ -100,6 +108,7 @@ def _step(
     *,
     accumulate: int,
     ema_decay: float | None,
+    divide: bool,
     axis: str | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One update; with `axis`, of a device's own rows."""
@@ -120,6 +129,7 @@ def _step(
     if axis is not None:
         sums = jax.lax.psum(sums, axis)
     (value, (denominator, slots)), grads = sums
+    denominator = denominator if divide else jnp.ones_like(denominator)
     scale = jnp.where(denominator > 0, 1.0 / jnp.where(denominator > 0, denominator, 1.0), 0.0)
     grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -248,6 +248,7 @@ def prepare(
             mesh=mesh,
             accumulate=train.accumulate,
             ema_decay=train.ema_decay,
+            divide=config.objective.normalizer != "none",
         ),
         step_flops=lambda state, batch: count_flops(sums.whole_gradient, state, frozen, batch),
         eval_sums=make_eval_step(sums.held_out),

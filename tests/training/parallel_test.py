@@ -167,3 +167,21 @@ def test_modes_that_the_mesh_does_not_fit_are_refused():
     mesh = make_mesh((2, 2, 1), 4)
     with pytest.raises(ConfigError, match="train.mesh="):
         make_train_step(squared_error, optimizer, schedule, mode="shard_map", mesh=mesh)
+
+
+@pytest.mark.parametrize("accumulate", [1, 5])
+def test_without_a_normaliser_the_loss_is_the_sum_however_it_is_split(accumulate):
+    def summed(state, params, frozen, batch, keys):
+        return squared_error(state, params, frozen, batch, keys)[0], jnp.float32(1.0), {}
+
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    schedule = make_schedule(OptimizerConfig(), 10)
+    params = {"fc": {"weight": jnp.ones((3,))}}
+    state = build_state(
+        lambda params, key: init_state(params, optimizer, key), params, jax.random.key(0)
+    )
+    step = make_train_step(summed, optimizer, schedule, accumulate=accumulate, divide=False)
+    batch = make_batch()
+    error = batch["x"] @ np.ones(3, np.float32) - batch["y"]
+    _, metrics = step(state, jnp.float32(1.0), batch)
+    np.testing.assert_allclose(metrics["loss"], (batch["w"] * error**2).sum(), rtol=1e-6)
