@@ -1,12 +1,13 @@
 """Files that are whole or absent, also after a crash, and folders that can be written."""
 
+import fcntl
 import json
 import math
 import os
 import pathlib
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -51,6 +52,25 @@ def require_writable(directory: str | os.PathLike) -> pathlib.Path:
             "give a directory in which this user may create files"
         ) from error
     return path
+
+
+def lock_exclusively(file: IO, what: str, instead: str) -> None:
+    """Locks an open file against a second writer, until it is closed.
+
+    Args:
+        file: the open file.
+        what: names it in the message.
+        instead: what else to give, such as `another folder`.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            f"{what} is being written by another process; wait for it or give {instead}"
+        ) from error
 
 
 def _finite(value: Any) -> Any:

@@ -26,8 +26,9 @@ from tqdm import tqdm
 from dscout_jax.config.experiment import ExperimentConfig, from_config_dict
 from dscout_jax.data.prompts import load_benchmark
 from dscout_jax.decoding.speculative import DraftWeights, Variant
-from dscout_jax.evaluation.ablation import Latency, compare, draw
+from dscout_jax.evaluation.ablation import Latency, compare
 from dscout_jax.evaluation.command import one_line_errors
+from dscout_jax.evaluation.plots import ablation_arms
 from dscout_jax.evaluation.replayed import (
     Answered,
     ReplayedRow,
@@ -47,21 +48,20 @@ from dscout_jax.weights.dflash import WEIGHTS_FILE, load_drafter
 from dscout_jax.weights.download import sha256_of
 from dscout_jax.weights.targets import LoadedTarget, load_target
 
-CONFIG = pathlib.Path(__file__).parent / "configs" / "smollm2_dscout.py"
+CONFIG = runpy.run_path(str(pathlib.Path(__file__).parent / "configs" / "smollm2_dscout.py"))
+MIXED, SINGLE = CONFIG["MIXED"], CONFIG["SINGLE"]  # as many slots in a row either way
 BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp_sanitized", "mt_bench", "self_instruct_user")
 BLOCK_SIZES, CUT_BLOCK_SIZE = (4, 8, 16), 8
 CUTS = (
     {"num_layers": 1}, {"num_layers": 2}, {"taps": (4,)}, {"taps": (0, 2, 4)},
     {"num_layers": 1, "taps": (4,)},
 )  # fmt: skip
-MIXED = ((4, 8), (8, 8), (16, 5))
-SINGLE = ((16, 11),)
 REACH = {"weighting": "reach", "smoothing": 0.5, "weight_warmup": 0.2}
 ELASTIC = {
     "depths": ((1, 1.0), (2, 1.0), (3, 4.0)),
     "taps": (((4,), 1.0), ((0, 2, 4), 1.0), ((0, 1, 2, 3, 4), 4.0)),
 }
-# Fields of the objective; 176 slots in a row everywhere.
+# Fields of the objective.
 ARMS: dict[str, dict[str, Any]] = {
     "dflash": {"horizons": SINGLE, **METHODS["dflash"]},
     "d_pace": {"horizons": SINGLE, **METHODS["d_pace"]},
@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make_config(args: argparse.Namespace, arm: str, seed: int) -> ExperimentConfig:
     """Returns the experiment of an arm."""
-    values = runpy.run_path(str(CONFIG))["get_config"]("dflash")
+    values = CONFIG["get_config"]("dflash")
     values.objective.update(ARMS[arm])
     values.drafter.init = args.init
     values.data.store, values.data.feature_cache = args.store, args.features
@@ -151,14 +151,9 @@ def run_folder(args: argparse.Namespace, arm: str, seed: int) -> pathlib.Path:
 
 def variants_of(target: LoadedTarget, drafter) -> dict[str, Variant]:
     """Returns what is replayed, by name: whole at every block size, then cuts at one of them."""
-    made = {f"block{size}": Variant(target.cfg, drafter, size) for size in BLOCK_SIZES}
-    for cut in CUTS:
-        depth, taps = cut.get("num_layers"), cut.get("taps")
-        name = f"block{CUT_BLOCK_SIZE}"
-        name += f"_depth{depth}" * (depth is not None)
-        name += f"_taps{len(taps or ())}" * (taps is not None)
-        made[name] = Variant(target.cfg, drafter, CUT_BLOCK_SIZE, num_layers=depth, taps=taps)
-    return made
+    whole = [Variant(target.cfg, drafter, size) for size in BLOCK_SIZES]
+    cuts = [Variant(target.cfg, drafter, CUT_BLOCK_SIZE, **cut) for cut in CUTS]
+    return {variant.name: variant for variant in (*whole, *cuts)}
 
 
 def measure(
@@ -229,7 +224,7 @@ def write_all(args: argparse.Namespace, target: LoadedTarget) -> None:
     write_text(args.output / "rows.csv", csv_table(compared["rows"]))
     text = markdown_table(compared["table"])
     write_text(args.output / "table.md", text)
-    draw(compared["table"], args.output / "ablation.png")
+    ablation_arms(compared["table"], args.output / "ablation.png")
     settings = {k: v.name if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()}
     settings |= {name: pathlib.Path(settings[name]).name for name in ("init", "store", "features")}
     write_json(

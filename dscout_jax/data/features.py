@@ -9,7 +9,6 @@ and a row may be cut shorter than it was when its features were computed.
 The last token of a row needs no features: nothing lies behind it that could attend to it.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from dscout_jax.data.pipeline import Example, pad_batch
 from dscout_jax.data.responses import check_settings
-from dscout_jax.files import write_json
+from dscout_jax.files import lock_exclusively, write_json
 
 FeaturesFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -78,13 +77,10 @@ class FeatureWriter:
             write_json(manifest, settings)
         self._lock = open(self._folder / "lock", "w")  # noqa: SIM115 (closed by close)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            lock_exclusively(self._lock, f"feature cache {folder}", "another folder")
+        except BlockingIOError:
             self._lock.close()
-            raise BlockingIOError(
-                f"feature cache {folder} is being written by another process; wait for it or give "
-                "another folder"
-            ) from error
+            raise
         for path in [*self._folder.glob("shard-*.tmp"), *_without_side_file(self._folder)]:
             path.unlink()
         self._number = 1 + max((int(p.stem[6:]) for p in _side_files(self._folder)), default=-1)

@@ -5,7 +5,6 @@ One line is `{"id", "prompt", "response", "stopped"}`; prompt and response are t
 targets, templates or temperatures never mix in one file.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from dscout_jax.files import write_json
+from dscout_jax.files import lock_exclusively, write_json
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ResponseWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by close)
         try:
-            self._lock()
+            lock_exclusively(self._file, str(self.path), "another output file")
             self._check_settings(dict(settings))
             _cut_torn_line(self._file, self.path)
             self.done = {response.id for response in iter_responses(self.path)}
@@ -97,15 +96,6 @@ class ResponseWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                f"{self.path} is being written by another process; wait for it or give another "
-                "output file"
-            ) from error
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         side_file = settings_path(self.path)

@@ -83,6 +83,13 @@ class Variant:
             raise ValueError(f"taps={self.taps} must be increasing indices below {num_taps}")
 
     @property
+    def name(self) -> str:
+        """Block size and cuts, such as `block8` or `block8_depth1_taps3`."""
+        depth = "" if self.num_layers is None else f"_depth{self.num_layers}"
+        taps = "" if self.taps is None else f"_taps{len(self.taps)}"
+        return f"block{self.block_size}{depth}{taps}"
+
+    @property
     def is_cut(self) -> bool:
         """Whether it uses less than all layers and taps of the drafter."""
         return self.num_layers is not None or self.taps is not None

@@ -4,12 +4,10 @@ Speedup of a variant on a workload = loop-free MAT * seconds of a plain step / s
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from dscout_jax.evaluation.replayed import ReplayedRow
 from dscout_jax.evaluation.statistics import BOOTSTRAP_SAMPLES, Estimate
@@ -36,7 +34,7 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Loop-free MAT of one arm: as measured (index 0) and in bootstrap resamples of the prompts.
+    """MAT of one arm: as measured (index 0) and in bootstrap resamples of the prompts.
 
     Prompts are resampled within each workload, the same for all arms, so arms may be compared
     sample by sample.
@@ -53,12 +51,11 @@ class Sampled:
 
     def speedup(self, latency: Latency, variants: Sequence[str]) -> np.ndarray:
         """Mean speedup with each workload at the best of some variants, [1 + samples]."""
-        best = [
-            by_variant[self.best(workload, latency, variants)]
-            * latency.speedup_per_token(self.best(workload, latency, variants))
-            for workload, by_variant in self.mat.items()
-        ]
-        return np.mean(best, axis=0)
+        speeds = []
+        for workload, by_variant in self.mat.items():
+            best = self.best(workload, latency, variants)
+            speeds.append(by_variant[best] * latency.speedup_per_token(best))
+        return np.mean(speeds, axis=0)
 
     def best(self, workload: str, latency: Latency, variants: Sequence[str]) -> str:
         """The variant that is fastest on a workload as measured."""
@@ -68,20 +65,24 @@ class Sampled:
         )
 
 
-def sample_arm(rows: Mapping[str, Sequence[ReplayedRow]], *, seed: int = 0) -> Sampled:
+def sample_arm(
+    rows: Mapping[str, Sequence[ReplayedRow]], *, seed: int = 0, loop_free: bool = True
+) -> Sampled:
     """Returns the MAT of an arm with its bootstrap resamples.
 
     Args:
         rows: by variant; several rows of a prompt (training seeds) are kept together.
         seed: of the resampling; equal seeds draw the same prompts for every arm.
+        loop_free: count each answer only up to its first repeated 16-gram.
     """
+    tokens, cycles = ("free_tokens", "free_cycles") if loop_free else ("tokens", "cycles")
     mat: dict[str, dict[str, np.ndarray]] = {}
     for variant, found in rows.items():
         sums: dict[str, dict[str, np.ndarray]] = {}
         for row in found:
             prompts = sums.setdefault(row.workload, {})
             prompts.setdefault(row.prompt_id, np.zeros(2))
-            prompts[row.prompt_id] += (row.free_tokens, row.free_cycles)
+            prompts[row.prompt_id] += (getattr(row, tokens), getattr(row, cycles))
         for index, (workload, prompts) in enumerate(sorted(sums.items())):
             totals = np.array([prompts[prompt_id] for prompt_id in sorted(prompts)])  # [P, 2]
             generator = np.random.default_rng((seed, index))
@@ -186,32 +187,3 @@ def comparisons(
             if name not in whole
         }
     return found
-
-
-def draw(table: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
-    """Draws mean MAT by block size and mean speedup of every arm, with 95 % intervals.
-
-    Args:
-        table: of `compare`.
-        path: PNG file to write.
-    """
-    figure = Figure(figsize=(11, 1.5 + 0.42 * len(table)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    places = np.arange(len(table))[::-1]
-    sizes = [name for name in table[0] if name.startswith("MAT block") and "_" not in name]
-    for offset, name in zip(np.linspace(0.25, -0.25, len(sizes)), sizes, strict=True):
-        _points(left, places + offset, [row[name] for row in table], name.removeprefix("MAT "))
-    _points(right, places, [row["speedup"] for row in table], "")
-    left.set(xlabel="tokens per cycle", title="MAT, loop-free, mean of the workloads")
-    right.set(xlabel="times plain decoding", title="Speedup, each workload at its best block size")
-    left.set_yticks(places, [row["arm"] for row in table])
-    left.legend(fontsize="small")
-    for axis in (left, right):
-        axis.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
-def _points(axis, places: np.ndarray, estimates: Sequence[Estimate], label: str) -> None:
-    values = np.array([e.value for e in estimates])
-    spread = [values - [e.low for e in estimates], [e.high for e in estimates] - values]
-    axis.errorbar(values, places, xerr=np.abs(spread), fmt="o", capsize=2, label=label)

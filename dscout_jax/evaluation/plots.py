@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from dscout_jax.evaluation.statistics import Estimate
 
 _PLAIN, _SPECULATIVE = "tab:gray", "tab:blue"
 
@@ -113,3 +116,32 @@ def tokens_per_second(
     axis.margins(y=0.15)
     axis.legend()
     figure.savefig(path, dpi=120)
+
+
+def ablation_arms(table: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
+    """Draws mean MAT by block size and mean speedup of every arm, with 95 % intervals.
+
+    Args:
+        table: of `ablation.compare`.
+        path: PNG file to write.
+    """
+    figure = Figure(figsize=(11, 1.5 + 0.42 * len(table)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = np.arange(len(table))[::-1]
+    sizes = [name for name in table[0] if name.startswith("MAT block") and "_" not in name]
+    for offset, name in zip(np.linspace(0.25, -0.25, len(sizes)), sizes, strict=True):
+        _points(left, places + offset, [row[name] for row in table], name.removeprefix("MAT "))
+    _points(right, places, [row["speedup"] for row in table], "")
+    left.set(xlabel="tokens per cycle", title="MAT, loop-free, mean of the workloads")
+    right.set(xlabel="times plain decoding", title="Speedup, each workload at its best block size")
+    left.set_yticks(places, [row["arm"] for row in table])
+    left.legend(fontsize="small")
+    for axis in (left, right):
+        axis.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _points(axis: Axes, places: np.ndarray, estimates: Sequence[Estimate], label: str) -> None:
+    values = np.array([e.value for e in estimates])
+    spread = [values - [e.low for e in estimates], [e.high for e in estimates] - values]
+    axis.errorbar(values, places, xerr=np.abs(spread), fmt="o", capsize=2, label=label)

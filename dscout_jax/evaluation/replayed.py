@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from dscout_jax.data.features import FeatureCache, FeatureWriter, feature_settings
 from dscout_jax.data.generation import GenerationSettings, Request, generate_into
 from dscout_jax.data.loops import loop_start
@@ -18,7 +16,7 @@ from dscout_jax.data.prompts import Prompt
 from dscout_jax.data.responses import ResponseWriter, iter_responses
 from dscout_jax.data.tokenizer import Tokenizer
 from dscout_jax.decoding.speculative import Variant
-from dscout_jax.evaluation.statistics import Estimate, bootstrap, walk_prefix
+from dscout_jax.evaluation.statistics import walk_prefix
 from dscout_jax.training.inputs import trim_batch
 from dscout_jax.training.validation import FrozenTarget, replay
 from dscout_jax.weights.targets import LoadedTarget
@@ -152,22 +150,3 @@ def replay_workloads(
             answer = example.tokens[example.response_start :].tolist()
             free_cycles, free_tokens = walk_prefix(row, loop_start(answer))
             yield ReplayedRow(workload, example.id, sum(row), len(row), free_tokens, free_cycles)
-
-
-def mean_accepted(rows: Sequence[ReplayedRow], *, loop_free: bool = True) -> Estimate:
-    """Returns pooled MAT with its bootstrap interval over prompts.
-
-    Args:
-        rows: of one workload; several rows of a prompt (seeds) are resampled together.
-        loop_free: count each answer only up to its first repeated 16-gram.
-    """
-    names = ("free_tokens", "free_cycles") if loop_free else ("tokens", "cycles")
-    ids = sorted({row.prompt_id for row in rows})
-    place = {prompt_id: index for index, prompt_id in enumerate(ids)}
-    tokens, cycles = np.zeros(len(ids)), np.zeros(len(ids))
-    for row in rows:
-        tokens[place[row.prompt_id]] += getattr(row, names[0])
-        cycles[place[row.prompt_id]] += getattr(row, names[1])
-    return bootstrap(
-        {"tokens": tokens, "cycles": cycles}, lambda s: s["tokens"].sum(-1) / s["cycles"].sum(-1)
-    )

@@ -39,23 +39,30 @@ def sum_chunks(fn: Callable, learned: Any, constants: Any, chunks: Any) -> tuple
     Returns:
         value [] with a gradient and the summed reports without.
     """
-    return _scan(lambda chunk: fn(learned, constants, chunk), chunks)
+    return scan_sum(lambda chunk: fn(learned, constants, chunk), chunks)
 
 
-def _scan(fn, chunks):
-    def body(total, chunk):
-        return jax.tree.map(jnp.add, total, fn(chunk)), None
+def scan_sum(fn: Callable, parts: Any) -> Any:
+    """Returns the sum of `fn(part)`, a pytree, over parts that are taken one after the other.
 
-    shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], chunks))
+    Args:
+        fn: pure; no gradient is taken through the sum.
+        parts: pytree whose leaves have the parts as their first axis.
+    """
+
+    def body(total, part):
+        return jax.tree.map(jnp.add, total, fn(part)), None
+
+    shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.scan(body, zeros, chunks)[0]
+    return jax.lax.scan(body, zeros, parts)[0]
 
 
 def _forward(fn, learned, constants, chunks):
     def with_gradient(chunk):
         return jax.value_and_grad(fn, has_aux=True)(learned, constants, chunk)
 
-    sums, gradient = _scan(with_gradient, chunks)
+    sums, gradient = scan_sum(with_gradient, chunks)
     return sums, (gradient, constants, chunks)
 
 

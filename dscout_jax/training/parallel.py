@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dscout_jax.config.checks import require
 from dscout_jax.config.models import TargetConfig
 from dscout_jax.models.target import apply_target, finish_target
+from dscout_jax.objective.chunks import scan_sum
 from dscout_jax.objective.inclusion import row_keys
 from dscout_jax.training.state import TrainState, update_acceptance
 
@@ -167,13 +168,7 @@ def _sum_parts(fn: Callable, rows: Any, num_parts: int) -> Any:
         return fn(rows)
     # Neighbouring rows go to different parts, so that each device works on every part.
     parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0), rows)
-    shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    def body(total, part):
-        return jax.tree.map(jnp.add, total, fn(part)), None
-
-    return jax.lax.scan(body, zeros, parts)[0]
+    return scan_sum(fn, parts)
 
 
 def build_state(init: Callable[..., TrainState], *arguments: Any, layout: Any = None) -> TrainState:

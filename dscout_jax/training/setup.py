@@ -262,19 +262,20 @@ def replayed_variants(
 ) -> dict[str, Variant]:
     """Returns what validation replays: every trained block size and, at one of them, every cut."""
     sizes = sorted(size for size, _ in objective.horizons)
-    made = {
-        "" if size == sizes[-1] else f"_block{size}": Variant(target, drafter, size)
-        for size in sizes
-    }
+    smaller = [Variant(target, drafter, size) for size in sizes[:-1]]
     size = max((size for size in sizes if size <= _CUT_BLOCK_SIZE), default=sizes[0])
-    for depth, _ in objective.depths:
-        if depth < drafter.num_hidden_layers:
-            cut = Variant(target, drafter, size, num_layers=depth)
-            made[f"_block{size}_depth{depth}"] = cut
-    for taps, _ in objective.taps:
-        if len(taps) < len(drafter.target_layer_ids):
-            made[f"_block{size}_taps{len(taps)}"] = Variant(target, drafter, size, taps=taps)
-    return made
+    depths = [
+        Variant(target, drafter, size, num_layers=depth)
+        for depth, _ in objective.depths
+        if depth < drafter.num_hidden_layers
+    ]
+    taps = [
+        Variant(target, drafter, size, taps=taps)
+        for taps, _ in objective.taps
+        if len(taps) < len(drafter.target_layer_ids)
+    ]
+    named = {f"_{variant.name}": variant for variant in (*smaller, *depths, *taps)}
+    return {"": Variant(target, drafter, sizes[-1])} | named
 
 
 def _given_weights(init: str, drafter: DrafterConfig, target: TargetConfig) -> dict | None:

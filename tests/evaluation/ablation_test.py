@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from dscout_jax.evaluation.ablation import Latency, compare, draw, sample_arm
-from dscout_jax.evaluation.replayed import ReplayedRow, mean_accepted
+from dscout_jax.evaluation.ablation import Latency, compare, estimate, sample_arm
+from dscout_jax.evaluation.plots import ablation_arms
+from dscout_jax.evaluation.replayed import ReplayedRow
 
 
 def rows(workload, tokens, cycles):
@@ -55,14 +56,18 @@ def test_seeds_of_a_prompt_are_resampled_together():
     ):
         np.testing.assert_allclose(a["v"], b["v"])
     easy = [row for row in once if row.workload == "easy"]
-    assert mean_accepted(easy).value == 2.5
-    assert mean_accepted(easy, loop_free=False).value == pytest.approx(52 / 22)
-    assert mean_accepted(easy).low == 2.0 and mean_accepted(easy).high == 3.0
+    free, whole = (
+        estimate(sample_arm({"v": easy}, loop_free=loop_free).mat["easy"]["v"])
+        for loop_free in (True, False)
+    )
+    assert free.value == 2.5
+    assert whole.value == pytest.approx(52 / 22)
+    assert free.low == 2.0 and free.high == 3.0
 
 
 def test_a_single_arm_is_its_own_base_and_can_be_drawn(tmp_path):
     found = compare({"mixed": arm(1)}, LATENCY)
     assert found["table"][0]["over dflash"].value == 1.0
     assert found["summary"].keys() == {"results"}
-    draw(found["table"], tmp_path / "ablation.png")
+    ablation_arms(found["table"], tmp_path / "ablation.png")
     assert (tmp_path / "ablation.png").stat().st_size > 5000
