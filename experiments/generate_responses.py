@@ -1,7 +1,7 @@
 r"""Has the target answer the training prompts; the answers are what a drafter is trained on.
 
-Writes one JSON line an answer, resumes where an earlier run was stopped (also by kill -9), and at
-the end builds the store that training opens. Example, a few hours on two cores:
+Writes one JSON line an answer, resumes where an earlier run was stopped (by Ctrl-C, SIGTERM or kill
+-9), and at the end builds the store that training opens. Example, a few hours on two cores:
 
     python experiments/generate_responses.py --output runs/data/smollm2_greedy.jsonl \
         --num_prompts 12000 --skip_jsonl ../shared/data/responses/smollm2_greedy.jsonl \
@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from dscout_jax.data.prompts import (
 )
 from dscout_jax.data.responses import ResponseWriter, read_responses, read_settings
 from dscout_jax.data.tokenizer import Tokenizer
+from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.weights.download import WeightsError
 from dscout_jax.weights.targets import TARGETS, load_target
 
@@ -174,8 +175,12 @@ def read_prompts() -> list[Prompt]:
     ]
 
 
-def answer_prompts() -> None:
-    """Generates what the flags ask for and appends it to `--output`."""
+def answer_prompts(stop: Callable[[], bool]) -> bool:
+    """Generates what the flags ask for and appends it to `--output`.
+
+    Returns:
+        Whether all is answered; False after a stop request.
+    """
     settings = GenerationSettings(
         slots=_SLOTS.value,
         max_prompt_tokens=_MAX_PROMPT_TOKENS.value,
@@ -235,6 +240,9 @@ def answer_prompts() -> None:
                 speed = num_tokens / (time.monotonic() - start)
                 bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
                 bar.update(len(responses))
+                if stop():
+                    return False
+    return True
 
 
 def store_answers() -> None:
@@ -267,7 +275,11 @@ def main(_: Sequence[str]) -> None:
         if not _BUILD_STORE_ONLY.value:
             if _OUTPUT.value is None:
                 raise ValueError("--output is missing: the JSON-lines file to write")
-            answer_prompts()
+            with StopRequest() as stop:
+                finished = answer_prompts(stop)
+            if not finished:
+                print("stopped; finished answers are kept, the same command goes on")
+                return
         if _STORE.value is not None:
             store_answers()
     except KeyboardInterrupt:

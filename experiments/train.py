@@ -6,8 +6,13 @@ Everything goes into the workdir: config.json, run.json (versions, machine, git 
 metrics.jsonl, tensorboard/, checkpoints/, curves.png and at the end drafter/, which
 experiments/evaluate.py and quickstart.py load. SIGTERM and Ctrl-C save and end the run; the same
 command continues it exactly where it was.
+
+On a cluster that JAX knows (Slurm, TPU pod, GKE, Open MPI) start the command once a process with
+`--distributed`; elsewhere name `--coordinator`, `--num_processes` and `--process_id` too, as
+`launch/local.py` does. All processes read and write the same workdir, store and feature cache.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -23,11 +28,18 @@ from dscout_jax.training.inputs import load_responses
 from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.training.loop import TrainingError, TrainResult, train
 from dscout_jax.training.metrics import read_jsonl
+from dscout_jax.training.processes import SharedStop, is_first, join
 from dscout_jax.weights.download import WeightsError
 from dscout_jax.weights.targets import load_target
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment, FILE.py or FILE.py:variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made where missing.")
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "This is one of several processes.")
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "host:port of process 0; by default JAX asks the cluster."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Of this one, from 0.", lower_bound=0)
 
 
 def parse_flags(arguments: Sequence[str]) -> list[str]:
@@ -55,11 +67,11 @@ def run(config: ExperimentConfig, workdir: str) -> TrainResult:
     responses = load_responses(config.data.store)
     target = load_target(config.target)
     try:
-        with StopRequest() as stop:
+        with SharedStop() if jax.process_count() > 1 else StopRequest() as stop:
             return train(config, directory, target, responses, stop=stop)
     finally:
         metrics = directory / "metrics.jsonl"
-        if metrics.exists():
+        if is_first() and metrics.exists():
             training_curves(read_jsonl(metrics), directory / "curves.png")
 
 
@@ -68,13 +80,26 @@ def main(_: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save at INFO
     try:
+        if _DISTRIBUTED.value:
+            join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         result = run(from_config_dict(_CONFIG.value.to_dict()), _WORKDIR.value)
     except (ValueError, OSError, WeightsError, TrainingError) as error:
         fail(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        # The others wait no longer for this one, nor this one at exit for them.
+        print(
+            f"train: process {jax.process_index()}: lost contact with another process "
+            f"({str(error).splitlines()[0]}); the same command continues from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
     except KeyboardInterrupt:  # before the loop, which asks `stop`, or at a second Ctrl-C
         print("\ntrain: interrupted; the same command continues", file=sys.stderr)
         sys.exit(130)
-    if not result.finished:
+    if not result.finished and is_first():
         print(f"stopped after step {result.step}, saved; the same command continues")
 
 

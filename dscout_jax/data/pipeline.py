@@ -4,7 +4,7 @@ Rows are small (a few hundred tokens), so they are held in memory; grain orders 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -158,40 +158,32 @@ def training_batches(
     seed: int,
     *,
     features: RowFeatures | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    held: Collection[int] | None = None,
 ) -> grain.DatasetIterator:
     """Returns an endless iterator over shuffled batches, with `get_state` and `set_state`.
 
-    Each epoch has its own order; an epoch's tail and the next one's head share a batch. With
-    several processes, each gets a disjoint share of every epoch and of every batch.
+    Each epoch has its own order; an epoch's tail and the next one's head share a batch. Batches
+    depend on the arguments before `features` only, so several processes draw the same ones.
 
     Args:
         examples: the rows.
-        batch_size: rows in a batch over all processes.
+        batch_size: rows in a batch.
         seed: of the order.
         features: adds `features` to each batch.
-        process_index: this process, in [0, process_count).
-        process_count: how many processes share the batches.
+        held: positions in a batch whose features this process needs; the others stay 0. None = all.
 
     Returns:
-        Iterator of dicts as `pad_batch` makes them, batch_size / process_count rows each.
+        Iterator of dicts as `pad_batch` makes them.
 
     Raises:
-        ValueError: batch_size is no multiple of process_count, or there are fewer rows than that.
+        ValueError: batch_size is below 1.
     """
-    if batch_size < 1 or batch_size % process_count:
-        raise ValueError(
-            f"batch_size={batch_size} must be a positive multiple of process_count={process_count}"
-        )
-    usable = len(examples) - len(examples) % process_count  # equal epochs in every process
-    if usable == 0:
-        raise ValueError(f"{len(examples)} rows are too few for {process_count} processes")
-    dataset = grain.MapDataset.source(examples).shuffle(seed=seed)
-    dataset = dataset[process_index:usable:process_count].repeat()
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be positive")
+    dataset = grain.MapDataset.source(examples).shuffle(seed=seed).repeat()
     dataset = dataset.batch(
-        batch_size // process_count,
-        batch_fn=lambda rows: pad_batch(rows, examples.max_length, features),
+        batch_size,
+        batch_fn=lambda rows: pad_batch(rows, examples.max_length, features, held=held),
     )
     # One thread is plenty for padding and leaves the cores to the step.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -215,6 +207,7 @@ def pad_batch(
     max_length: int,
     features: RowFeatures | None = None,
     batch_size: int | None = None,
+    held: Collection[int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Stacks rows into right-padded arrays.
 
@@ -223,6 +216,7 @@ def pad_batch(
         max_length: S.
         features: target features by row.
         batch_size: B; None is the number of rows.
+        held: positions of the rows whose features are read; the others stay 0. None = all.
 
     Returns:
         tokens [B, S] int32 padded with 0, length [B] int32, response_start [B] int32, row [B] int32
@@ -241,9 +235,11 @@ def pad_batch(
         batch["response_start"][index] = example.response_start
         batch["row"][index] = example.row
     if features is not None:
-        found = [features[row.id][: len(row.tokens)] for row in rows]
-        stacked = np.zeros((batch_size, max_length, found[0].shape[-1]), found[0].dtype)
-        for index, row_features in enumerate(found):
+        held = range(len(rows)) if held is None else held
+        found = {index: features[rows[index].id][: len(rows[index].tokens)] for index in held}
+        any_row = next(iter(found.values()))
+        stacked = np.zeros((batch_size, max_length, any_row.shape[-1]), any_row.dtype)
+        for index, row_features in found.items():
             stacked[index, : len(row_features)] = row_features
         batch["features"] = stacked
     return batch

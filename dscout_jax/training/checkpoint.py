@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from dscout_jax.files import require_writable, write_json
+from dscout_jax.training.processes import is_first, wait_for_all
 
 _SEAL = "seal.json"
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -67,7 +68,9 @@ class Checkpointer:
             raise ValueError(f"max_to_keep={max_to_keep} is not allowed: keep at least 1")
         self._directory = pathlib.Path(directory).absolute()
         require_writable(self._directory)
-        _set_broken_aside(self._directory)
+        if is_first():
+            _set_broken_aside(self._directory)
+        wait_for_all("broken checkpoints set aside")
         self._scores: dict[int, float] = {}
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -218,6 +221,8 @@ class Checkpointer:
 
     def _seal(self) -> None:
         # Orbax calls this when all files are there, just before it renames the directory.
+        if not is_first():
+            return
         for path in self._directory.iterdir():
             if _UNFINISHED in path.name and path.is_dir():
                 write_json(path / _SEAL, _fingerprint(path))

@@ -5,6 +5,7 @@ import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 from dscout_jax.config.checks import ConfigError, require
@@ -20,6 +21,7 @@ from dscout_jax.data.features import (
 from dscout_jax.data.pipeline import ExampleSet, RowFeatures, make_examples, split_examples
 from dscout_jax.data.responses import Response, read_responses
 from dscout_jax.data.store import ResponseStore, open_store
+from dscout_jax.training.processes import is_first, wait_for_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +196,17 @@ def _feature_cache(
     settings = feature_settings(target_sha256, tap_ids, len(tap_ids) * target.hidden_size)
     folder = pathlib.Path(config.data.feature_cache)
     say(f"feature cache: {num_bytes(examples, settings) / 1e9:.2f} GB in {folder}")
+    if not is_first():
+        examples = ()  # the first process writes
     reported = len(examples)
     for missing in fill_feature_cache(folder, examples, settings, compute_features):
         if missing == 0 or missing <= reported - 0.05 * len(examples):
             reported = missing
             say(f"feature cache: {len(examples) - missing} of {len(examples)} rows written")
-        if stop():
+        if jax.process_count() == 1 and stop():  # several stop together, at an update
             raise InterruptedError(
                 f"stopped on request with {missing} rows of the feature cache to go; the same "
                 "command writes the rest"
             )
+    wait_for_all("feature cache")
     return FeatureCache(folder, settings)

@@ -17,6 +17,7 @@ from dscout_jax.files import require_writable, write_json
 from dscout_jax.training.checkpoint import Checkpointer, changed_fields
 from dscout_jax.training.hardware import CompileClock, memory_gib, peak_flops
 from dscout_jax.training.metrics import MetricWriter, Throughput
+from dscout_jax.training.processes import is_first, local_copy
 from dscout_jax.training.progress import Progress
 from dscout_jax.training.provenance import describe_run
 from dscout_jax.training.setup import Setup, prepare
@@ -98,8 +99,9 @@ def train(
                 config, target, responses, say=progress.say, stop=stop, begins=not start
             )
             _refuse_other_experiment(checkpoints, setup, directory)
-            write_json(directory / "config.json", to_dict(config))
-            write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})
+            if is_first():
+                write_json(directory / "config.json", to_dict(config))
+                write_json(directory / "run.json", describe_run() | {"identity": setup.identity()})
             with MetricWriter(directory, resume_step=start) as writer, CompileClock() as clock:
                 log = _Log(setup, writer, progress, checkpoints, clock)
                 result = _run(setup, checkpoints, writer, progress, stop, log)
@@ -254,8 +256,8 @@ def _validate(
     setup: Setup, state: TrainState, step: int, writer: MetricWriter, progress: Progress
 ) -> float:
     values = validate(
-        state.drafter,
-        setup.frozen,
+        local_copy(state.drafter),
+        setup.frozen_here,
         setup.validation_batches(),
         eval_sums=setup.eval_sums,
         variants=setup.variants,
@@ -291,6 +293,9 @@ def _export(
     if checkpoints.best is not None and checkpoints.best != step:
         restored = checkpoints.restore(setup.abstract_state(), checkpoints.best)
         step, params = restored.step, restored.state.drafter
+    params = local_copy(params)
+    if not is_first():
+        return
     export_drafter(
         directory,
         setup.drafter,

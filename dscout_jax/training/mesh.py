@@ -42,6 +42,12 @@ def make_mesh(sizes: Sequence[int], batch_size: int) -> Mesh:
     )
     rows = filled[0] * filled[1]
     require(
+        jax.process_count() == 1 or count == len(devices),
+        "train.mesh",
+        tuple(sizes),
+        f"all {len(devices)} devices of the {jax.process_count()} processes",
+    )
+    require(
         batch_size % rows == 0, "train.batch_size", batch_size, f"a multiple of {rows} (train.mesh)"
     )
     types = (AxisType.Auto,) * len(AXES)
@@ -88,11 +94,29 @@ def tree_layout(tree: Any, mesh: Mesh) -> Any:
 
 
 def place_rows(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Returns a batch of this process's rows as arrays over the mesh, rows split."""
+    """Returns a batch as arrays over the mesh, rows split; only `held_rows` of it are read."""
     if mesh.size == 1:
         return batch
     layout = NamedSharding(mesh, ROWS)
     return {
-        name: jax.make_array_from_process_local_data(layout, values)
+        name: jax.make_array_from_callback(values.shape, layout, values.__getitem__)
         for name, values in batch.items()
     }
+
+
+def place_whole(tree: Any, mesh: Mesh) -> Any:
+    """Returns a tree, alike in every process, whole on every device of a mesh."""
+
+    def place(leaf):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(place(jax.random.key_data(leaf)))
+        return jax.device_put(leaf, whole_layout(mesh))
+
+    return jax.tree.map(place, tree)
+
+
+def held_rows(mesh: Mesh, batch_size: int) -> set[int]:
+    """Returns the positions in a batch of the rows that devices of this process work on."""
+    layout = NamedSharding(mesh, ROWS)
+    indices = layout.addressable_devices_indices_map((batch_size,)).values()
+    return {row for (rows,) in indices for row in range(batch_size)[rows]}

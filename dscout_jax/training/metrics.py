@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import logging
 
+from dscout_jax.training.processes import is_first
+
 Value = float | int | Sequence[float]
 
 
 class MetricWriter:
-    """Appends records to `metrics.jsonl` and `tensorboard/` below a directory."""
+    """Appends records to `metrics.jsonl` and `tensorboard/` below a directory.
+
+    Of several processes only the first one writes.
+    """
 
     def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None = None):
         """Opens the files.
@@ -26,6 +31,9 @@ class MetricWriter:
             resume_step: number of finished updates of the restored state; records of later steps
                 are cut off. None or 0 starts the files anew.
         """
+        self._closed = not is_first()
+        if self._closed:
+            return
         # Imported here: only a run that writes metrics needs it.
         from tensorboardX import SummaryWriter
 
@@ -50,6 +58,8 @@ class MetricWriter:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends one record; lists become `<name>/slot_1`, `<name>/slot_2`, ... in TensorBoard."""
+        if self._closed:
+            return
         row = {"step": int(step)} | {name: _plain(value) for name, value in values.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
@@ -65,8 +75,10 @@ class MetricWriter:
 
     def close(self) -> None:
         """Flushes and closes both files."""
-        self._file.close()
-        self._board.close()
+        if not self._closed:
+            self._file.close()
+            self._board.close()
+        self._closed = True
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict]:

@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
 
 import datetime
+import io
 import sys
 import time
 from collections.abc import Mapping
@@ -8,14 +9,21 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from dscout_jax.training.processes import is_first
+
 
 class Progress:
     """Shows step, loss, MAT, tokens per second and the time left; use it as a context manager."""
 
     def __init__(self, num_steps: int, *, start: int = 0, stream: TextIO | None = None):
-        """Begins at step `start`; a bar is drawn only if `stream` (stderr) is a terminal."""
+        """Begins at step `start`; a bar is drawn only if `stream` (stderr) is a terminal.
+
+        Of several processes only the first one shows anything.
+        """
         self._num_steps = num_steps
         self._stream = sys.stderr if stream is None else stream
+        if not is_first():
+            self._stream = io.StringIO()
         self._bar = None
         if self._stream.isatty():
             self._bar = tqdm(

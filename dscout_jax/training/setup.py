@@ -20,7 +20,14 @@ from dscout_jax.models.drafter import init_drafter
 from dscout_jax.objective.weighting import decay_length
 from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target
 from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
-from dscout_jax.training.mesh import make_mesh, place_rows, tree_layout, whole_layout
+from dscout_jax.training.mesh import (
+    held_rows,
+    make_mesh,
+    place_rows,
+    place_whole,
+    tree_layout,
+    whole_layout,
+)
 from dscout_jax.training.parallel import (
     build_state,
     count_flops,
@@ -53,6 +60,7 @@ class Setup:
         optimizer: of the drafter's weights.
         mesh: devices of the run.
         frozen: what the steps read of the target.
+        frozen_here: the same, whole in this process, for validation.
         train_step: `(state, frozen, batch) -> (state, metrics)`; donates the state.
         step_flops: `(state, batch) -> operations` of one update but for the optimiser's.
         eval_sums: `(params, frozen, batch) -> (numerator, denominator, sums by horizon)`.
@@ -68,6 +76,7 @@ class Setup:
     optimizer: optax.GradientTransformation
     mesh: Mesh
     frozen: FrozenTarget
+    frozen_here: FrozenTarget
     train_step: Callable
     step_flops: Callable
     eval_sums: Callable
@@ -137,6 +146,8 @@ class Setup:
                 return self.init_state(weights, key)
 
         layout = self._layout(jax.eval_shape(make, *arguments))
+        if jax.process_count() > 1:
+            arguments = place_whole(arguments, self.mesh)
         return build_state(make, *arguments, layout=layout)
 
     def training_iterator(self) -> Iterator[dict[str, np.ndarray]]:
@@ -146,6 +157,7 @@ class Setup:
             self.config.train.batch_size,
             self.config.data.seed,
             features=self.inputs.features,
+            held=held_rows(self.mesh, self.config.train.batch_size),
         )
 
     def trim(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -228,9 +240,11 @@ def prepare(
     kept = sums.kept_weights(target.params, cached=inputs.features is not None)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
-    frozen = freeze(target.params, target.cfg, inputs.draft_vocab_ids, kept=kept)
-    split = train.mode == "jit"
-    frozen = jax.device_put(frozen, tree_layout(frozen, mesh) if split else whole_layout(mesh))
+    frozen_here = freeze(target.params, target.cfg, inputs.draft_vocab_ids, kept=kept)
+    layout = tree_layout(frozen_here, mesh) if train.mode == "jit" else whole_layout(mesh)
+    frozen = jax.device_put(frozen_here, layout)
+    if jax.process_count() == 1:
+        frozen_here = frozen
     return Setup(
         config=config,
         drafter=drafter,
@@ -240,6 +254,7 @@ def prepare(
         optimizer=optimizer,
         mesh=mesh,
         frozen=frozen,
+        frozen_here=frozen_here,
         train_step=make_train_step(
             sums.training,
             optimizer,

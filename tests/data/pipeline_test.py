@@ -119,19 +119,17 @@ def test_resuming_from_a_state_equals_going_on(examples):
     assert_same(take(resumed, 12), expected)
 
 
-def test_processes_get_disjoint_shares_of_an_epoch(examples):
-    per_process = [
-        take(training_batches(examples, 4, 0, process_index=i, process_count=2), 6)
-        for i in range(2)
-    ]
-    rows = [np.concatenate([batch["row"] for batch in batches]) for batches in per_process]
-    assert per_process[0][0]["row"].shape == (2,)
-    assert len({*rows[0], *rows[1]}) == 24
+def test_a_process_reads_the_features_of_its_own_rows_only(examples):
+    features = {example.id: np.ones((len(example.tokens), 3), np.float32) for example in examples}
+    whole = take(training_batches(examples, 4, 0, features=features), 6)
+    share = take(training_batches(examples, 4, 0, features=features, held=(1, 2)), 6)
+    for one, other in zip(whole, share, strict=True):
+        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+        assert (one["features"][1:3] == other["features"][1:3]).all()
+        assert not other["features"][[0, 3]].any() and one["features"][[0, 3]].any()
 
 
 def test_bad_batch_sizes_are_refused(examples):
-    with pytest.raises(ValueError, match="batch_size=5 must be a positive multiple"):
-        training_batches(examples, 5, 0, process_count=2)
     with pytest.raises(ValueError, match="batch_size=0"):
         training_batches(examples, 0, 0)
 

@@ -38,6 +38,11 @@ def test_figures_are_those_computed_by_hand():
     assert summary["results"]["dflash"]["best_variant"] == {"easy": "block8", "hard": "block4"}
     assert summary["results"]["dflash"]["speedup_mean"] == pytest.approx((2.5 + 0.96) / 2)
     assert summary["dscout_over_dflash_speedup"] == pytest.approx(2.0)
+    # With loops each answer has a token and a cycle more: 102 / 22 and 28 / 22, at 8 and at 4.
+    whole = summary["results"]["dflash"]
+    assert whole["mat_mean_whole_output"]["block8"] == pytest.approx((102 / 22 + 28 / 22) / 2)
+    assert whole["speedup_mean_whole_output"] == pytest.approx((102 / 22 / 2 + 26 / 22 / 1.25) / 2)
+    assert found["rows"][0]["mat_whole_output"] == pytest.approx(52 / 22)
     # Every resampled set of prompts gives both arms the same prompts.
     assert summary["dscout_over_dflash_speedup_interval"] == pytest.approx([2.0, 2.0])
     assert summary["dscout_over_dflash_mat"] == pytest.approx({"block4": 2.0, "block8": 2.0})
