@@ -90,8 +90,8 @@ def main(_: Sequence[str]) -> None:
             raise
         # The others wait no longer for this one, nor this one at exit for them.
         print(
-            f"train: process {jax.process_index()}: lost contact with another process "
-            f"({str(error).splitlines()[0]}); the same command continues from the last checkpoint",
+            f"train: process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}; if "
+            "another process ended, the same command continues from the last checkpoint",
             file=sys.stderr,
             flush=True,
         )

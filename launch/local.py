@@ -3,8 +3,8 @@ r"""Runs a script as several processes on this machine, as a cluster would.
     python launch/local.py --processes 2 -- experiments/train.py --config=... --workdir=runs/two
 
 Each process gets the devices that the machine has (on a CPU one simulated device, or
-`--devices_each`). Output of all but the first is shown too, with the process in front. When one
-fails, the others are ended, and its exit code is the launcher's. Ctrl-C and SIGTERM are passed on.
+`--devices_each`). Each line of output has the number of its process in front. When one fails, the
+others are ended, and its exit code is the launcher's. Ctrl-C and SIGTERM are passed on.
 """
 
 import argparse
@@ -28,8 +28,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def start(index: int, args: argparse.Namespace, port: int) -> subprocess.Popen:
-    """Starts one process; its output is copied line by line."""
+def start(
+    index: int, args: argparse.Namespace, port: int
+) -> tuple[subprocess.Popen, threading.Thread]:
+    """Starts one process and a thread that copies its output line by line."""
     joined = [
         "--distributed", f"--coordinator=localhost:{port}",
         f"--num_processes={args.processes}", f"--process_id={index}",
@@ -47,9 +49,9 @@ def start(index: int, args: argparse.Namespace, port: int) -> subprocess.Popen:
         for line in process.stdout:
             print(f"[{index}] {line}", end="", flush=True)
 
-    process.copier = threading.Thread(target=copy, daemon=True)
-    process.copier.start()
-    return process
+    copier = threading.Thread(target=copy, daemon=True)
+    copier.start()
+    return process, copier
 
 
 def main() -> int:
@@ -58,7 +60,8 @@ def main() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [start(index, args, port) for index in range(args.processes)]
+    started = [start(index, args, port) for index in range(args.processes)]
+    processes = [process for process, _ in started]
 
     def pass_on(number: int, frame: object) -> None:
         del number, frame
@@ -66,18 +69,20 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
-    code = 0
-    while any(process.poll() is None for process in processes):
-        failed = [process.returncode for process in processes if process.poll()]
-        if failed and not code:
-            code = failed[0] if failed[0] > 0 else 128 - failed[0]
-            time.sleep(2)  # the others say what they saw
-            for process in processes:
-                process.kill()
+
+    def failures() -> list[int]:
+        return [process.returncode for process in processes if process.poll()]
+
+    while not (failed := failures()) and any(process.poll() is None for process in processes):
         time.sleep(0.1)
-    for process in processes:
-        process.copier.join()
-    return code or max(process.returncode for process in processes)
+    if failed:
+        time.sleep(2)  # the others say what they saw
+    for process, copier in started:
+        process.kill()  # nothing happens to one that has ended
+        copier.join()
+        process.wait()
+    failed = failed or failures()  # or the last one failed as the others were through
+    return next((code if code > 0 else 128 - code for code in failed), 0)
 
 
 if __name__ == "__main__":

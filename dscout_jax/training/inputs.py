@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -196,8 +197,20 @@ def _feature_cache(
     settings = feature_settings(target_sha256, tap_ids, len(tap_ids) * target.hidden_size)
     folder = pathlib.Path(config.data.feature_cache)
     say(f"feature cache: {num_bytes(examples, settings) / 1e9:.2f} GB in {folder}")
-    if not is_first():
-        examples = ()  # the first process writes
+    if is_first():
+        _fill(folder, examples, settings, compute_features, say, stop)
+    wait_for_all("feature cache")
+    return FeatureCache(folder, settings)
+
+
+def _fill(
+    folder: pathlib.Path,
+    examples: ExampleSet,
+    settings: dict[str, Any],
+    compute_features: FeaturesFn,
+    say: Callable[[str], None],
+    stop: Callable[[], bool],
+) -> None:
     reported = len(examples)
     for missing in fill_feature_cache(folder, examples, settings, compute_features):
         if missing == 0 or missing <= reported - 0.05 * len(examples):
@@ -208,5 +221,3 @@ def _feature_cache(
                 f"stopped on request with {missing} rows of the feature cache to go; the same "
                 "command writes the rest"
             )
-    wait_for_all("feature cache")
-    return FeatureCache(folder, settings)

@@ -40,13 +40,13 @@ def make_mesh(sizes: Sequence[int], batch_size: int) -> Mesh:
         tuple(sizes),
         f"three sizes above 0, one of which may be -1, for {len(devices)} devices",
     )
-    rows = filled[0] * filled[1]
     require(
         jax.process_count() == 1 or count == len(devices),
         "train.mesh",
         tuple(sizes),
         f"all {len(devices)} devices of the {jax.process_count()} processes",
     )
+    rows = filled[0] * filled[1]
     require(
         batch_size % rows == 0, "train.batch_size", batch_size, f"a multiple of {rows} (train.mesh)"
     )

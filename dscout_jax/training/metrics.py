@@ -31,8 +31,8 @@ class MetricWriter:
             resume_step: number of finished updates of the restored state; records of later steps
                 are cut off. None or 0 starts the files anew.
         """
-        self._closed = not is_first()
-        if self._closed:
+        self._writes = is_first()
+        if not self._writes:
             return
         # Imported here: only a run that writes metrics needs it.
         from tensorboardX import SummaryWriter
@@ -58,7 +58,7 @@ class MetricWriter:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends one record; lists become `<name>/slot_1`, `<name>/slot_2`, ... in TensorBoard."""
-        if self._closed:
+        if not self._writes:
             return
         row = {"step": int(step)} | {name: _plain(value) for name, value in values.items()}
         self._file.write(json.dumps(row) + "\n")
@@ -75,10 +75,9 @@ class MetricWriter:
 
     def close(self) -> None:
         """Flushes and closes both files."""
-        if not self._closed:
+        if self._writes:
             self._file.close()
             self._board.close()
-        self._closed = True
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict]:

@@ -7,7 +7,7 @@ run goes on with another number of processes where it stopped.
 
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import jax
@@ -62,7 +62,8 @@ def local_copy(tree: Any) -> Any:
     """Returns a tree whose leaves lie whole in this process; every process must call it alike."""
     if jax.process_count() == 1:
         return tree
-    return multihost_utils.process_allgather(tree, tiled=True)
+    # Gathering ends in host memory; on the device they are there for every later call.
+    return jax.device_put(multihost_utils.process_allgather(tree, tiled=True))
 
 
 class SharedStop:
@@ -85,9 +86,7 @@ class SharedStop:
         self._previous = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         signal.signal(signal.SIGINT, self._previous)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
