@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
+def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     """Replaces a file in one step, so that a reader never sees half of it.
 
     Raises:
@@ -18,11 +18,16 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     """
     path = pathlib.Path(path)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes a UTF-8 text in one step; see `write_bytes`."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: str | os.PathLike, values: Mapping[str, Any]) -> None:
@@ -30,7 +35,7 @@ def write_json(path: str | os.PathLike, values: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: a value that JSON lacks; nothing is written.
-        OSError: see `write_text`.
+        OSError: see `write_bytes`.
     """
     write_text(path, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
 

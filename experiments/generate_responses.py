@@ -26,6 +26,7 @@ from tqdm import tqdm
 from dscout_jax.data.features import FeatureWriter, feature_settings
 from dscout_jax.data.generation import GenerationSettings, Request, generate_into
 from dscout_jax.data.loops import LOOP_NGRAM
+from dscout_jax.data.packed import is_packed, read_packed, write_packed
 from dscout_jax.data.prompts import (
     DEFAULT_MIXTURE,
     MixturePart,
@@ -33,11 +34,12 @@ from dscout_jax.data.prompts import (
     load_prompts,
     load_training_prompts,
 )
-from dscout_jax.data.responses import ResponseWriter, read_responses, read_settings
+from dscout_jax.data.responses import Response, ResponseWriter, read_responses, read_settings
 from dscout_jax.data.tokenizer import Tokenizer
+from dscout_jax.files import require_writable
 from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.weights.download import WeightsError
-from dscout_jax.weights.targets import TARGETS, load_target
+from dscout_jax.weights.targets import TARGETS, load_target, load_vocabulary
 
 _TARGET = flags.DEFINE_enum("target", "smollm2-135m", sorted(TARGETS), "Model that answers.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "../shared/data", "Folder that has train_prompts/.")
@@ -61,7 +63,8 @@ _SKIP_JSONL = flags.DEFINE_multi_string(
     "skip_jsonl",
     [],
     "Files of answers made elsewhere: their prompts are not answered again, their rows go into the "
-    "store too. May be repeated.",
+    "store too. A packed file (.jsonl.xz) finds its prompts in --data_dir or --prompts. May be "
+    "repeated.",
 )
 _SLOTS = flags.DEFINE_integer("slots", 64, "Rows decoded side by side.", 1)
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "Longest answer in tokens.", 1)
@@ -90,7 +93,10 @@ _TAP_IDS = flags.DEFINE_list(
 _CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Where model files are kept.")
 _STORE = flags.DEFINE_string("store", None, "Folder of the store to build from all answers.")
 _BUILD_STORE_ONLY = flags.DEFINE_boolean(
-    "build_store_only", False, "Build --store from the files that exist; generate nothing."
+    "build_store_only", False, "Build --store and --pack from what exists; generate nothing."
+)
+_PACK = flags.DEFINE_string(
+    "pack", None, "Write the answers of --output, without their prompts, to this .jsonl.xz file."
 )
 
 
@@ -192,9 +198,8 @@ def answer_prompts(stop: Callable[[], bool]) -> bool:
         tap_ids=parse_tap_ids(),
     )
     prompts = read_prompts()[: _NUM_PROMPTS.value]
-    elsewhere = {response.id for response in read_responses(_SKIP_JSONL.value)}
-    cache_dir = None if _CACHE_DIR.value is None else Path(_CACHE_DIR.value)
-    target = load_target(_TARGET.value, cache_dir=cache_dir)
+    elsewhere = {row.id for path in _SKIP_JSONL.value for row in read_answers(path)[0]}
+    target = load_target(_TARGET.value, cache_dir=cache_dir())
     tokenizer = Tokenizer(target.vocabulary)
     recorded = {
         "target": target.name,
@@ -245,29 +250,69 @@ def answer_prompts(stop: Callable[[], bool]) -> bool:
     return True
 
 
+def cache_dir() -> Path | None:
+    """Returns where model files are kept; None = the default place."""
+    return None if _CACHE_DIR.value is None else Path(_CACHE_DIR.value)
+
+
+def find_prompts(ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Returns the token ids of those prompts that `--prompts` or `--data_dir` has, by id."""
+    wanted = set(ids)
+    known = read_prompts() if _PROMPTS.value else load_training_prompts(_DATA_DIR.value)
+    tokenizer = Tokenizer(load_vocabulary(_TARGET.value, cache_dir=cache_dir()))
+    chosen = [prompt for prompt in known if prompt.id in wanted]
+    requests, _, _ = encode_prompts(tokenizer, chosen, sys.maxsize)
+    return {request.id: request.prompt for request in requests}
+
+
+def read_answers(path: str) -> tuple[Sequence[Response], dict[str, Any] | None]:
+    """Returns the answers of a file, packed or not, and the settings that they depend on.
+
+    Raises:
+        FileNotFoundError, ValueError: it is missing or malformed.
+    """
+    if is_packed(path):
+        return read_packed(path, find_prompts)
+    try:
+        settings = read_settings(path)
+    except FileNotFoundError:
+        logging.warning("%s has no settings beside it; stored as unknown", path)
+        settings = None
+    return read_responses([path]), settings
+
+
 def store_answers() -> None:
-    """Builds the store from `--output` and `--skip_jsonl`."""
+    """Builds the store from `--output` and `--skip_jsonl`; of equal ids the first is kept."""
     from dscout_jax.data.store import build_store  # heavy, and not every call builds a store
 
-    paths = [Path(path) for path in (_OUTPUT.value, *_SKIP_JSONL.value) if path is not None]
-    responses = read_responses(paths)
+    by_id: dict[str, Response] = {}
     sources: list[dict[str, Any]] = []  # files may share a name, so a list
-    for path in paths:
-        try:
-            sources.append({"file": path.name, "settings": read_settings(path)})
-        except FileNotFoundError:
-            logging.warning("%s has no settings beside it; stored as unknown", path)
-            sources.append({"file": path.name, "settings": None})
-    store = build_store(responses, _STORE.value, {"sources": sources})
+    for path in (_OUTPUT.value, *_SKIP_JSONL.value):
+        if path is not None:
+            responses, settings = read_answers(path)
+            by_id = {response.id: response for response in responses} | by_id
+            sources.append({"file": Path(path).name, "settings": settings})
+    store = build_store(list(by_id.values()), _STORE.value, {"sources": sources})
     logging.info("store %s: %d rows", _STORE.value, len(store))
+
+
+def pack_answers() -> None:
+    """Writes the answers of `--output` to `--pack`."""
+    responses, settings = read_answers(_OUTPUT.value)
+    write_packed(_PACK.value, responses, settings or {})
+    logging.info("%s: %d rows", _PACK.value, len(responses))
 
 
 def main(_: Sequence[str]) -> None:
     """Runs what the flags ask for; errors end the program with one line."""
     logging.set_verbosity(logging.INFO)
     try:
-        if _BUILD_STORE_ONLY.value and _STORE.value is None:
-            raise ValueError("--build_store_only needs --store")
+        if _BUILD_STORE_ONLY.value and _STORE.value is None and _PACK.value is None:
+            raise ValueError("--build_store_only needs --store or --pack")
+        if _PACK.value is not None:
+            if _OUTPUT.value is None or not is_packed(_PACK.value):
+                raise ValueError("--pack needs --output and a name that ends with .jsonl.xz")
+            require_writable(Path(_PACK.value).parent)
         if _STORE.value is not None:
             from dscout_jax.data.store import require_store_place  # heavy, as above
 
@@ -282,6 +327,8 @@ def main(_: Sequence[str]) -> None:
                 return
         if _STORE.value is not None:
             store_answers()
+        if _PACK.value is not None:
+            pack_answers()
     except KeyboardInterrupt:
         print("\ninterrupted; finished answers are kept, the same command goes on", file=sys.stderr)
         sys.exit(130)

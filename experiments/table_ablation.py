@@ -5,10 +5,11 @@ r"""Which part of the objective brings what? Trains every arm alike and compares
         --workdir runs/full --output results/ablation_full
 
 Every arm sees the same rows in the same order with the same schedule, first weights and number of
-slots in a row; only the objective differs. Stopped at any time, the same command goes on: finished
-arms are not trained again. The target answers the benchmark prompts once; MAT of every drafter
-follows by replay, speed from the latency of a plain step and of a cycle, timed interleaved (neither
-depends on trained weights). Writes rows.csv, table.md, summary.json and ablation.png to `--output`.
+slots in a row; only the objective differs. Stopped at any time, the same command goes on; an arm
+whose run is recorded in `--output`/runs is not trained again, on any machine. The target answers
+the benchmark prompts once; MAT of every drafter follows by replay, speed from the latency of a
+plain step and of a cycle, timed interleaved with random weights (no trained value changes it).
+Writes runs/, rows.csv, table.md, summary.json and ablation.png to `--output`.
 """
 
 import argparse
@@ -17,32 +18,35 @@ import json
 import pathlib
 import runpy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
+from dscout_jax.config.checks import to_dict
 from dscout_jax.config.experiment import ExperimentConfig, from_config_dict
-from dscout_jax.data.prompts import load_benchmark
+from dscout_jax.data.prompts import Prompt, load_benchmark
+from dscout_jax.data.responses import Response
+from dscout_jax.data.store import fingerprint_responses
 from dscout_jax.decoding.speculative import DraftWeights, Variant
-from dscout_jax.evaluation.ablation import Latency, compare
+from dscout_jax.evaluation.ablation import Arms, Latency, compare
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.plots import ablation_arms
-from dscout_jax.evaluation.replayed import (
-    Answered,
-    ReplayedRow,
-    answer_workloads,
-    replay_workloads,
-)
+from dscout_jax.evaluation.recorded import Rows, Run, read_run, write_run
+from dscout_jax.evaluation.replayed import answer_workloads, replay_workloads
 from dscout_jax.evaluation.report import describe_environment
 from dscout_jax.evaluation.tables import csv_table, markdown_table
 from dscout_jax.files import require_writable, write_json, write_text
+from dscout_jax.models.drafter import init_drafter
 from dscout_jax.objective.methods import METHODS
 from dscout_jax.throughput.latency import Setting, cycle_timer, interleave, medians, plain_timer
+from dscout_jax.training.initialization import drafter_config
 from dscout_jax.training.inputs import load_responses
 from dscout_jax.training.interrupt import StopRequest
-from dscout_jax.training.loop import TrainingError, train
+from dscout_jax.training.loop import FREE_FIELDS, TrainingError, train
+from dscout_jax.training.metrics import read_jsonl
 from dscout_jax.training.validation import freeze
 from dscout_jax.weights.dflash import WEIGHTS_FILE, load_drafter
 from dscout_jax.weights.download import sha256_of
@@ -80,6 +84,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "dscout": {"horizons": MIXED, **METHODS["dscout"]},
     "dscout_soft": {"horizons": MIXED, **METHODS["dscout"], "prediction": "soft_ce"},
     "elastic": {"horizons": MIXED, **METHODS["dscout"], **ELASTIC},
+    "elastic_all": {"horizons": MIXED, **METHODS["dscout"], **ELASTIC, "exits": "all"},
 }  # fmt: skip
 
 
@@ -128,25 +133,91 @@ def make_config(args: argparse.Namespace, arm: str, seed: int) -> ExperimentConf
     return from_config_dict(values.to_dict())
 
 
-def train_arms(args: argparse.Namespace, target: LoadedTarget) -> bool:
-    """Trains what is not trained yet; returns whether all is."""
-    responses = load_responses(args.store)
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What all runs share.
+
+    Attributes:
+        target: the model.
+        responses: its answers that drafters are trained on.
+        answers_sha256: their fingerprint.
+        prompts: benchmark prompts by workload.
+    """
+
+    target: LoadedTarget
+    responses: Sequence[Response]
+    answers_sha256: str
+    prompts: Mapping[str, Sequence[Prompt]]
+
+
+def identity_of(args: argparse.Namespace, arm: str, seed: int, given: Given) -> dict[str, Any]:
+    """Returns what the numbers of a run depend on; no folders of this machine."""
+    identity = to_dict(make_config(args, arm, seed))
+    for name in ("store", "feature_cache"):
+        del identity["data"][name]
+    init = pathlib.Path(args.init)
+    identity["drafter"]["init"] = init.name
+    identity["init_sha256"] = sha256_of(init / WEIGHTS_FILE) if init.is_dir() else None
+    return identity | {
+        "arm": arm,
+        "target_sha256": given.target.sha256,
+        "answers_sha256": given.answers_sha256,
+        "num_prompts": args.num_prompts,
+        "max_new_tokens": args.max_new_tokens,
+    }
+
+
+def finish_run(
+    args: argparse.Namespace, arm: str, seed: int, given: Given, stop: Callable[[], bool]
+) -> Run | None:
+    """Returns a run: recorded, else trained, replayed and recorded now; None after a stop."""
+    name = f"{arm}-seed{seed}"
+    recorded, folder = args.output / "runs" / f"{name}.json", args.workdir / name
+    identity = identity_of(args, arm, seed, given)
+    run = read_run(recorded, identity, ignored=FREE_FIELDS)
+    if run is not None:
+        return run
+    print(f"--- {arm}, seed {seed}", flush=True)
+    config, target = make_config(args, arm, seed), given.target
+    if not train(config, folder, target, given.responses, stop=stop).finished:
+        return None
+    answered = answer_workloads(
+        args.workdir / f"answers-{args.num_prompts}x{args.max_new_tokens}",
+        given.prompts,
+        target,
+        config.drafter.target_layer_ids,
+        max_new_tokens=args.max_new_tokens,
+        say=lambda line: print(line, flush=True),
+    )
+    loaded = load_drafter(folder / "drafter", target.cfg)
+    frozen = freeze(target.params, target.cfg, loaded.token_ids)
+    variants = variants_of(target, loaded.config)
+    rows = {
+        variant: list(replay_workloads(loaded.params, frozen, answered, cut))
+        for variant, cut in tqdm(variants.items(), desc=name, disable=None)
+    }
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    trained = {
+        "drafter_sha256": sha256_of(folder / "drafter" / WEIGHTS_FILE),
+        "validation": [row for row in metrics if "validation/loss" in row],
+        "environment": describe_environment(),
+    }
+    run = Run(identity, trained, rows)
+    write_run(recorded, run)
+    return run
+
+
+def finish_runs(args: argparse.Namespace, given: Given) -> dict[str, list[Rows]] | None:
+    """Returns the rows of every arm, one entry a seed; None after a stop."""
+    arms: dict[str, list[Rows]] = {arm: [] for arm in args.arms}
     with StopRequest() as stop:
         for seed in args.seeds:
             for arm in args.arms:
-                folder = run_folder(args, arm, seed)
-                if (folder / "drafter" / WEIGHTS_FILE).is_file():
-                    continue
-                print(f"--- {arm}, seed {seed}", flush=True)
-                result = train(make_config(args, arm, seed), folder, target, responses, stop=stop)
-                if not result.finished:
-                    return False
-    return True
-
-
-def run_folder(args: argparse.Namespace, arm: str, seed: int) -> pathlib.Path:
-    """Returns the workdir of one run."""
-    return args.workdir / f"{arm}-seed{seed}"
+                run = finish_run(args, arm, seed, given, stop)
+                if run is None:
+                    return None
+                arms[arm].append(run.rows)
+    return arms
 
 
 def variants_of(target: LoadedTarget, drafter) -> dict[str, Variant]:
@@ -156,69 +227,30 @@ def variants_of(target: LoadedTarget, drafter) -> dict[str, Variant]:
     return {variant.name: variant for variant in (*whole, *cuts)}
 
 
-def measure(
-    folder: pathlib.Path, target: LoadedTarget, answered: Answered
-) -> dict[str, list[ReplayedRow]]:
-    """Returns the replayed rows of a trained drafter by variant; kept beside the drafter."""
-    drafter_folder, kept = folder / "drafter", folder / "replayed.json"
-    sha256 = sha256_of(drafter_folder / WEIGHTS_FILE)
-    if kept.is_file():
-        saved = json.loads(kept.read_text())
-        if saved["drafter_sha256"] == sha256:
-            return {
-                name: [ReplayedRow(**row) for row in rows] for name, rows in saved["rows"].items()
-            }
-    loaded = load_drafter(drafter_folder, target.cfg)
-    frozen = freeze(target.params, target.cfg, loaded.token_ids)
-    variants = variants_of(target, loaded.config)
-    rows = {
-        name: list(replay_workloads(loaded.params, frozen, answered, variant))
-        for name, variant in tqdm(variants.items(), desc=folder.name, disable=None)
-    }
-    as_dicts = {name: [dataclasses.asdict(row) for row in found] for name, found in rows.items()}
-    write_json(kept, {"drafter_sha256": sha256, "rows": as_dicts})
-    return rows
-
-
 def measure_latency(args: argparse.Namespace, target: LoadedTarget) -> Latency:
-    """Times a plain step and the cycles of every variant, interleaved."""
-    loaded = load_drafter(run_folder(args, args.arms[0], args.seeds[0]) / "drafter", target.cfg)
-    frozen = freeze(target.params, target.cfg, loaded.token_ids)
-    weights = DraftWeights(loaded.params, frozen.tables.head, frozen.token_ids)
+    """Times a plain step and the cycles of every variant, interleaved; weights are random."""
+    section = make_config(args, args.arms[0], args.seeds[0]).drafter
+    drafter = drafter_config(
+        target.cfg,
+        num_hidden_layers=section.num_hidden_layers,
+        target_layer_ids=section.target_layer_ids,
+        mask_token_id=section.mask_token_id,
+        block_size=section.block_size,
+    )
+    frozen = freeze(target.params, target.cfg, np.arange(section.draft_vocab_size))
+    params = init_drafter(jax.random.key(0), drafter)
+    weights = DraftWeights(params, frozen.tables.head, frozen.token_ids)
     setting = Setting(context=200)
     timers = {"plain": plain_timer(target.params, target.cfg, setting, max(BLOCK_SIZES))}
-    for name, variant in variants_of(target, loaded.config).items():
+    for name, variant in variants_of(target, drafter).items():
         timers[name] = cycle_timer(target.params, weights, variant, setting)
     rounds = interleave(timers, args.repeats)
     samples = list(tqdm(rounds, total=args.repeats, desc="latency", disable=None))
     return Latency(medians(samples), samples)
 
 
-def measured_arms(
-    args: argparse.Namespace, target: LoadedTarget, answered: Answered
-) -> Iterator[tuple[str, Mapping[str, list[ReplayedRow]]]]:
-    """Yields every arm with the rows of all its seeds by variant."""
-    for arm in args.arms:
-        rows: dict[str, list[ReplayedRow]] = {}
-        for seed in args.seeds:
-            for name, found in measure(run_folder(args, arm, seed), target, answered).items():
-                rows.setdefault(name, []).extend(found)
-        yield arm, rows
-
-
-def write_all(args: argparse.Namespace, target: LoadedTarget) -> None:
-    """Replays, times, and writes table, picture and summary."""
-    prompts = {name: load_benchmark(args.benchmarks, name, args.num_prompts) for name in BENCHMARKS}
-    config = make_config(args, args.arms[0], args.seeds[0])
-    answered = answer_workloads(
-        args.workdir / f"answers-{args.num_prompts}x{args.max_new_tokens}",
-        prompts,
-        target,
-        config.drafter.target_layer_ids,
-        max_new_tokens=args.max_new_tokens,
-        say=lambda line: print(line, flush=True),
-    )
-    arms = dict(measured_arms(args, target, answered))
+def write_all(args: argparse.Namespace, target: LoadedTarget, arms: Arms) -> None:
+    """Times, compares, and writes table, picture and summary."""
     latency = measure_latency(args, target)
     compared = compare(arms, latency)
     write_text(args.output / "rows.csv", csv_table(compared["rows"]))
@@ -251,14 +283,22 @@ def main() -> None:
         require_writable(args.workdir)
         # Arms share most programs: each is compiled once.
         jax.config.update("jax_compilation_cache_dir", str(args.workdir.absolute() / "compiled"))
-        target = load_target("smollm2-135m")
+        responses = load_responses(args.store)
+        given = Given(
+            target=load_target("smollm2-135m"),
+            responses=responses,
+            answers_sha256=fingerprint_responses(responses),
+            prompts={
+                name: load_benchmark(args.benchmarks, name, args.num_prompts) for name in BENCHMARKS
+            },
+        )
         try:
-            finished = train_arms(args, target)
+            arms = finish_runs(args, given)
         except TrainingError as error:
             sys.exit(f"table_ablation: {error}")
-        if not finished:
+        if arms is None:
             sys.exit("table_ablation: stopped; the same command continues")
-        write_all(args, target)
+        write_all(args, given.target, arms)
 
 
 if __name__ == "__main__":

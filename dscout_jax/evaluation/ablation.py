@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dscout_jax.evaluation.replayed import ReplayedRow
+from dscout_jax.evaluation.recorded import Rows
 from dscout_jax.evaluation.statistics import BOOTSTRAP_SAMPLES, Estimate
 
-Arms = Mapping[str, Mapping[str, Sequence[ReplayedRow]]]
+Arms = Mapping[str, Sequence[Rows]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +66,19 @@ class Sampled:
         )
 
 
-def sample_arm(
-    rows: Mapping[str, Sequence[ReplayedRow]], *, seed: int = 0, loop_free: bool = True
-) -> Sampled:
+def sample_arm(runs: Sequence[Rows], *, seed: int = 0, loop_free: bool = True) -> Sampled:
     """Returns the MAT of an arm with its bootstrap resamples.
 
     Args:
-        rows: by variant; several rows of a prompt (training seeds) are kept together.
+        runs: rows by variant, one entry a training seed; a prompt's rows are drawn together.
         seed: of the resampling; equal seeds draw the same prompts for every arm.
         loop_free: count each answer only up to its first repeated 16-gram.
     """
     tokens, cycles = ("free_tokens", "free_cycles") if loop_free else ("tokens", "cycles")
     mat: dict[str, dict[str, np.ndarray]] = {}
-    for variant, found in rows.items():
+    for variant in runs[0]:
         sums: dict[str, dict[str, np.ndarray]] = {}
-        for row in found:
+        for row in (row for rows in runs for row in rows[variant]):
             prompts = sums.setdefault(row.workload, {})
             prompts.setdefault(row.prompt_id, np.zeros(2))
             prompts[row.prompt_id] += (getattr(row, tokens), getattr(row, cycles))
@@ -103,16 +101,19 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
     """Returns rows for people, rows for spreadsheets, and figures of all arms.
 
     Args:
-        arms: arm to variant to rows. Variants named `block<G>` are whole drafters; others are cuts.
+        arms: arm to its runs, one a training seed, each variant to rows. Variants named `block<G>`
+            are whole drafters; others are cuts.
         latency: times of all variants.
 
     Returns:
         `table`, one row an arm; `rows`, one for each arm, workload and variant; `summary`, with
-        `mat` and `speedup` of every arm by workload and block size, means, and comparisons.
+        `mat` and `speedup` of every arm by workload and block size, means, their values for each
+        training seed alone, and comparisons.
         `..._whole_output` counts loops too.
     """
-    loops = {arm: sample_arm(rows, loop_free=False) for arm, rows in arms.items()}
-    sampled = {arm: sample_arm(rows) for arm, rows in arms.items()}
+    loops = {arm: sample_arm(runs, loop_free=False) for arm, runs in arms.items()}
+    sampled = {arm: sample_arm(runs) for arm, runs in arms.items()}
+    by_seed = {arm: [sample_arm([rows]) for rows in runs] for arm, runs in arms.items()}
     first = next(iter(sampled.values()))
     variants = list(next(iter(first.mat.values())))
     whole = [name for name in variants if "_" not in name]
@@ -150,12 +151,20 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
             "mat_mean": {name: float(found.mean(name)[0]) for name in variants},
             "mat_mean_whole_output": {name: float(loops[arm].mean(name)[0]) for name in variants},
             "speedup_mean": float(speed[0]),
+            "speedup_mean_by_seed": [float(one.speedup(latency, whole)[0]) for one in by_seed[arm]],
             "speedup_mean_whole_output": float(speed_with_loops[0]),
             "best_variant": {
                 workload: found.best(workload, latency, whole) for workload in found.mat
             },
         }
     found = {"results": summary} | comparisons(sampled, latency, whole)
+    if "dscout_over_dflash_speedup" in found:
+        found["dscout_over_dflash_speedup_by_seed"] = [
+            ours / theirs
+            for ours, theirs in zip(
+                *(summary[arm]["speedup_mean_by_seed"] for arm in ("dscout", "dflash")), strict=True
+            )
+        ]
     return {"table": table, "rows": rows, "summary": found}
 
 

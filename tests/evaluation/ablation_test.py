@@ -29,7 +29,7 @@ LATENCY = Latency({"plain": 1.0, "block4": 1.25, "block8": 2.0, "block8_depth1":
 
 
 def test_figures_are_those_computed_by_hand():
-    found = compare({"dflash": arm(1), "dscout": arm(2), "elastic": arm(2)}, LATENCY)
+    found = compare({"dflash": [arm(1)], "dscout": [arm(2)], "elastic": [arm(2)]}, LATENCY)
     summary = found["summary"]
     mat = summary["results"]["dflash"]["mat"]
     assert mat["easy"] == pytest.approx({"block4": 2.5, "block8": 5.0, "block8_depth1": 1.0})
@@ -55,14 +55,14 @@ def test_figures_are_those_computed_by_hand():
 
 
 def test_seeds_of_a_prompt_are_resampled_together():
-    once, twice = arm(1)["block4"], arm(1)["block4"] * 2
+    once = {"v": arm(1)["block4"]}
     for a, b in zip(
-        sample_arm({"v": once}).mat.values(), sample_arm({"v": twice}).mat.values(), strict=True
+        sample_arm([once]).mat.values(), sample_arm([once, once]).mat.values(), strict=True
     ):
         np.testing.assert_allclose(a["v"], b["v"])
-    easy = [row for row in once if row.workload == "easy"]
+    easy = {"v": [row for row in once["v"] if row.workload == "easy"]}
     free, whole = (
-        estimate(sample_arm({"v": easy}, loop_free=loop_free).mat["easy"]["v"])
+        estimate(sample_arm([easy], loop_free=loop_free).mat["easy"]["v"])
         for loop_free in (True, False)
     )
     assert free.value == 2.5
@@ -70,8 +70,16 @@ def test_seeds_of_a_prompt_are_resampled_together():
     assert free.low == 2.0 and free.high == 3.0
 
 
+def test_seeds_are_pooled_and_shown_apart():
+    found = compare({"dflash": [arm(1), arm(1)], "dscout": [arm(2), arm(4)]}, LATENCY)["summary"]
+    ours, base = found["results"]["dscout"], found["results"]["dflash"]["speedup_mean"]
+    assert ours["speedup_mean"] == pytest.approx(3 * base)
+    assert ours["speedup_mean_by_seed"] == pytest.approx([2 * base, 4 * base])
+    assert found["dscout_over_dflash_speedup_by_seed"] == pytest.approx([2.0, 4.0])
+
+
 def test_a_single_arm_is_its_own_base_and_can_be_drawn(tmp_path):
-    found = compare({"mixed": arm(1)}, LATENCY)
+    found = compare({"mixed": [arm(1)]}, LATENCY)
     assert found["table"][0]["over dflash"].value == 1.0
     assert found["summary"].keys() == {"results"}
     ablation_arms(found["table"], tmp_path / "ablation.png")
