@@ -217,6 +217,12 @@ def prepare(
         train.accumulate,
         f"a divisor of train.batch_size={train.batch_size}",
     )
+    require(
+        train.mode != "pmap" or jax.process_count() == 1,
+        "train.mode",
+        train.mode,
+        f"'jit' or 'shard_map' in {jax.process_count()} processes",
+    )
     for block_size, _ in config.objective.horizons:
         decay_length(config.objective, block_size)
     given = _given_weights(config.drafter.init, drafter, target.cfg) if begins else None

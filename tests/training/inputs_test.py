@@ -1,9 +1,8 @@
 import dataclasses
-import importlib.util
-import pathlib
 
 import numpy as np
 import pytest
+import tiny
 
 from dscout_jax.config.checks import ConfigError
 from dscout_jax.data.pipeline import make_examples
@@ -17,10 +16,6 @@ from dscout_jax.training.inputs import (
     sample_rows,
     trim_batch,
 )
-
-_SPEC = importlib.util.spec_from_file_location("tiny", pathlib.Path(__file__).parent / "tiny.py")
-tiny = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(tiny)
 
 
 def make_rows(*answers):

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import pathlib
@@ -10,16 +9,14 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from dscout_jax.config.checks import ConfigError
 from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.training.loop import TrainingError, train
 from dscout_jax.training.metrics import read_jsonl
+from dscout_jax.training.setup import prepare
 from dscout_jax.weights.dflash import load_drafter
-
-_SPEC = importlib.util.spec_from_file_location("tiny", pathlib.Path(__file__).parent / "tiny.py")
-tiny = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(tiny)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -240,6 +237,13 @@ def test_a_warm_start_from_a_drafter_with_other_taps_is_refused(uninterrupted, t
     drafter = {"init": str(workdir / "drafter"), "target_layer_ids": (0, 1)}
     with pytest.raises(ConfigError, match=r"drafter.target_layer_ids=\(0, 1\) .* \(0, 2\), as"):
         run(tmp_path, drafter=drafter)
+
+
+def test_pmap_in_several_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = tiny.make_experiment(train={"mode": "pmap", "mesh": (4, 1, 1)})
+    with pytest.raises(ConfigError, match="train.mode='pmap' .* 'shard_map' in 2 processes"):
+        prepare(config, tiny.make_target(), tiny.make_responses(), say=print)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(tmp_path):

@@ -1,4 +1,3 @@
-import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -6,6 +5,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from dscout_jax.training import processes
 from dscout_jax.training.loop import train
@@ -13,9 +13,6 @@ from dscout_jax.training.metrics import read_jsonl
 
 FOLDER = pathlib.Path(__file__).parent
 LAUNCHER = FOLDER.parents[1] / "launch" / "local.py"
-_SPEC = importlib.util.spec_from_file_location("tiny", FOLDER / "tiny.py")
-tiny = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(tiny)
 
 # Runs the tiny experiment as one of several processes; process 1 gets a SIGTERM at its second
 # update, or dies there.
