@@ -9,6 +9,7 @@ slots in a row; only the objective differs. Stopped at any time, the same comman
 whose run is recorded in `--output`/runs is not trained again, on any machine. The target answers
 the benchmark prompts once; MAT of every drafter follows by replay, speed from the latency of a
 plain step and of a cycle, timed interleaved with random weights (no trained value changes it).
+Benchmarks only report: choose by the held-out rows of the training data, which are replayed too.
 Writes runs/, rows.csv, table.md, summary.json and ablation.png to `--output`.
 """
 
@@ -27,15 +28,17 @@ from tqdm import tqdm
 
 from dscout_jax.config.checks import to_dict
 from dscout_jax.config.experiment import ExperimentConfig, from_config_dict
+from dscout_jax.data.features import FeatureCache, feature_settings
+from dscout_jax.data.pipeline import make_examples, split_examples
 from dscout_jax.data.prompts import Prompt, load_benchmark
 from dscout_jax.data.responses import Response
 from dscout_jax.data.store import fingerprint_responses
 from dscout_jax.decoding.speculative import DraftWeights, Variant
-from dscout_jax.evaluation.ablation import Arms, Latency, compare
+from dscout_jax.evaluation.ablation import HELD_OUT, Arms, Latency, compare
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.plots import ablation_arms
 from dscout_jax.evaluation.recorded import Rows, Run, read_run, write_run
-from dscout_jax.evaluation.replayed import answer_workloads, replay_workloads
+from dscout_jax.evaluation.replayed import Answered, answer_workloads, replay_workloads
 from dscout_jax.evaluation.report import describe_environment
 from dscout_jax.evaluation.tables import csv_table, markdown_table
 from dscout_jax.files import require_writable, write_json, write_text
@@ -43,7 +46,7 @@ from dscout_jax.models.drafter import init_drafter
 from dscout_jax.objective.methods import METHODS
 from dscout_jax.throughput.latency import Setting, cycle_timer, interleave, medians, plain_timer
 from dscout_jax.training.initialization import drafter_config
-from dscout_jax.training.inputs import load_responses
+from dscout_jax.training.inputs import load_responses, sample_rows
 from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.training.loop import FREE_FIELDS, TrainingError, train
 from dscout_jax.training.metrics import read_jsonl
@@ -56,6 +59,7 @@ CONFIG = runpy.run_path(str(pathlib.Path(__file__).parent / "configs" / "smollm2
 MIXED, SINGLE = CONFIG["MIXED"], CONFIG["SINGLE"]  # as many slots in a row either way
 BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp_sanitized", "mt_bench", "self_instruct_user")
 BLOCK_SIZES, CUT_BLOCK_SIZE = (4, 8, 16), 8
+HELD_OUT_ROWS = 96
 CUTS = (
     {"num_layers": 1}, {"num_layers": 2}, {"taps": (4,)}, {"taps": (0, 2, 4)},
     {"num_layers": 1, "taps": (4,)},
@@ -192,8 +196,11 @@ def finish_run(
     loaded = load_drafter(folder / "drafter", target.cfg)
     frozen = freeze(target.params, target.cfg, loaded.token_ids)
     variants = variants_of(target, loaded.config)
+    workloads = (answered, held_out(config, given))
     rows = {
-        variant: list(replay_workloads(loaded.params, frozen, answered, cut))
+        variant: [
+            row for rows in workloads for row in replay_workloads(loaded.params, frozen, rows, cut)
+        ]
         for variant, cut in tqdm(variants.items(), desc=name, disable=None)
     }
     metrics = read_jsonl(folder / "metrics.jsonl")
@@ -205,6 +212,16 @@ def finish_run(
     run = Run(identity, trained, rows)
     write_run(recorded, run)
     return run
+
+
+def held_out(config: ExperimentConfig, given: Given) -> Answered:
+    """Returns rows of the training data that no run trains on: what arms are chosen by."""
+    examples = make_examples(given.responses, config.data.seq_len)
+    _, rows = split_examples(examples, config.data.validation_fraction)
+    chosen = sample_rows(rows, HELD_OUT_ROWS, seed=config.data.seed)
+    target, tap_ids = given.target, config.drafter.target_layer_ids
+    settings = feature_settings(target.sha256, tap_ids, len(tap_ids) * target.cfg.hidden_size)
+    return Answered({HELD_OUT: chosen}, FeatureCache(config.data.feature_cache, settings))
 
 
 def finish_runs(args: argparse.Namespace, given: Given) -> dict[str, list[Rows]] | None:

@@ -13,6 +13,8 @@ import numpy as np
 from dscout_jax.evaluation.recorded import Rows
 from dscout_jax.evaluation.statistics import BOOTSTRAP_SAMPLES, Estimate
 
+HELD_OUT = "held_out"  # workload of rows that arms may be chosen by; in no mean of the benchmarks
+
 Arms = Mapping[str, Sequence[Rows]]
 
 
@@ -91,6 +93,20 @@ def sample_arm(runs: Sequence[Rows], *, seed: int = 0, loop_free: bool = True) -
     return Sampled(mat)
 
 
+def split_held_out(runs: Sequence[Rows]) -> tuple[list[Rows], list[Rows]]:
+    """Returns the runs with the rows of the benchmarks only, and with the held-out rows only."""
+    parts: tuple[list[Rows], list[Rows]] = ([], [])
+    for part, wanted in zip(parts, (False, True), strict=True):
+        for rows in runs:
+            part.append(
+                {
+                    variant: [row for row in found if (row.workload == HELD_OUT) == wanted]
+                    for variant, found in rows.items()
+                }
+            )
+    return parts
+
+
 def estimate(samples: np.ndarray) -> Estimate:
     """Returns the measured value (index 0) with the 95 % interval of the others."""
     low, high = np.percentile(samples[1:], [2.5, 97.5])
@@ -111,6 +127,9 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
         training seed alone, and comparisons.
         `..._whole_output` counts loops too.
     """
+    split = {arm: split_held_out(runs) for arm, runs in arms.items()}
+    arms = {arm: benchmarks for arm, (benchmarks, _) in split.items()}
+    held_out = {arm: sample_arm(rows) for arm, (_, rows) in split.items()}
     loops = {arm: sample_arm(runs, loop_free=False) for arm, runs in arms.items()}
     sampled = {arm: sample_arm(runs) for arm, runs in arms.items()}
     by_seed = {arm: [sample_arm([rows]) for rows in runs] for arm, runs in arms.items()}
@@ -124,6 +143,13 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
     for arm, found in sampled.items():
         speed = found.speedup(latency, whole)
         speed_with_loops = loops[arm].speedup(latency, whole)
+        choice, held_out_figures = {}, {}
+        if held_out[arm].mat:
+            choice = {"held-out speedup": estimate(held_out[arm].speedup(latency, whole))}
+            held_out_figures = {
+                "mat": {name: float(held_out[arm].mean(name)[0]) for name in variants},
+                "speedup": choice["held-out speedup"].value,
+            }
         table.append(
             {
                 "arm": arm,
@@ -131,6 +157,7 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
                 "speedup": estimate(speed),
                 "over dflash": estimate(speed / base_speed),
                 "speedup, whole output": estimate(speed_with_loops),
+                **choice,
                 **{f"MAT {name}": estimate(found.mean(name)) for name in cuts},
             }
         )
@@ -153,6 +180,7 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
             "speedup_mean": float(speed[0]),
             "speedup_mean_by_seed": [float(one.speedup(latency, whole)[0]) for one in by_seed[arm]],
             "speedup_mean_whole_output": float(speed_with_loops[0]),
+            **{f"held_out_{name}": value for name, value in held_out_figures.items()},
             "best_variant": {
                 workload: found.best(workload, latency, whole) for workload in found.mat
             },

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dscout_jax.evaluation.ablation import Latency, compare, estimate, sample_arm
+from dscout_jax.evaluation.ablation import HELD_OUT, Latency, compare, estimate, sample_arm
 from dscout_jax.evaluation.plots import ablation_arms
 from dscout_jax.evaluation.replayed import ReplayedRow
 
@@ -76,6 +76,22 @@ def test_seeds_are_pooled_and_shown_apart():
     assert ours["speedup_mean"] == pytest.approx(3 * base)
     assert ours["speedup_mean_by_seed"] == pytest.approx([2 * base, 4 * base])
     assert found["dscout_over_dflash_speedup_by_seed"] == pytest.approx([2.0, 4.0])
+
+
+def test_held_out_rows_are_shown_apart_and_change_no_benchmark():
+    def with_held_out(scale):
+        held_out = rows(HELD_OUT, [50 * scale, 10 * scale], [10, 10])
+        return {name: found + held_out for name, found in arm(1).items()}
+
+    plain = compare({"dflash": [arm(1)]}, LATENCY)
+    found = compare({"dflash": [with_held_out(1)], "dscout": [with_held_out(2)]}, LATENCY)
+    for name, value in plain["table"][0].items():
+        assert found["table"][0][name] == value
+    assert found["table"][1]["held-out speedup"].value == pytest.approx(6 / 1.25)
+    figures = found["summary"]["results"]["dscout"]
+    assert figures["held_out_mat"] == pytest.approx(dict.fromkeys(arm(1), 6.0))
+    assert figures["held_out_speedup"] == pytest.approx(6 / 1.25)
+    assert HELD_OUT not in figures["mat"] and len(found["rows"]) == 2 * len(plain["rows"])
 
 
 def test_a_single_arm_is_its_own_base_and_can_be_drawn(tmp_path):
