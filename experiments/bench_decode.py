@@ -26,7 +26,8 @@ import numpy as np
 from tqdm import tqdm
 
 from dscout_jax.config.models import TargetConfig
-from dscout_jax.decoding.speculative import Variant, make_draft_weights
+from dscout_jax.decoding.speculative import make_draft_weights
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.report import write_samples
 from dscout_jax.files import require_writable

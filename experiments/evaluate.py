@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dscout_jax.data.pipeline import evaluation_batches, make_examples, split_examples
-from dscout_jax.decoding.speculative import Variant
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.report import describe_environment
 from dscout_jax.evaluation.tables import csv_table

@@ -33,7 +33,8 @@ from dscout_jax.data.pipeline import make_examples, split_examples
 from dscout_jax.data.prompts import Prompt, load_benchmark
 from dscout_jax.data.responses import Response
 from dscout_jax.data.store import fingerprint_responses
-from dscout_jax.decoding.speculative import DraftWeights, Variant
+from dscout_jax.decoding.speculative import DraftWeights
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.evaluation.ablation import HELD_OUT, Arms, Latency, compare
 from dscout_jax.evaluation.command import one_line_errors
 from dscout_jax.evaluation.plots import ablation_arms

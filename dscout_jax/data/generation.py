@@ -19,6 +19,7 @@ from dscout_jax.data.features import FeatureWriter
 from dscout_jax.data.loops import LOOP_NGRAM, loop_start
 from dscout_jax.data.responses import Response, ResponseWriter
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
+from dscout_jax.decoding.sampling import Sampling, make_sampling
 
 SLOTS_PER_PREFILL_ROW = 8  # 64 slots: 8 prompts prefilled at once, about what ends in a round
 PROMPT_BUCKETS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)  # few lengths, few programs
@@ -108,7 +109,6 @@ def generate(
         "stop_ids": stop_ids,
         "tap_ids": settings.tap_ids,
     }
-    temperature = settings.temperature or 1.0
     state = init_generation(
         config,
         settings.slots,
@@ -126,8 +126,8 @@ def generate(
             slots, free = free[: len(group)], free[len(group) :]
             running.update(zip(slots, group, strict=True))
             arrays = _prefill_arrays(group, slots, rows_at_once, settings)
-            state = prefill(params, state, *arrays, temperature, **static)
-        state = decode_steps(params, state, settings.refill_steps, temperature, **static)
+            state = prefill(params, state, *arrays, **static)
+        state = decode_steps(params, state, settings.refill_steps, **static)
         tokens, length, done = jax.device_get((state.tokens, state.length, state.done))
         finished = []
         for slot, request in list(running.items()):
@@ -206,8 +206,8 @@ def _take_group(waiting: list[Request], num_rows: int, max_prompt_tokens: int) -
 
 def _prefill_arrays(
     group: Sequence[Request], slots: Sequence[int], num_rows: int, settings: GenerationSettings
-) -> tuple[jax.Array, ...]:
-    """Returns prompts, prompt_len, slots, max_new_tokens and keys as `prefill` takes them."""
+) -> tuple[jax.Array | Sampling, ...]:
+    """Returns prompts, prompt_len, slots, max_new_tokens and sampling as `prefill` takes them."""
     padded_len = _bucket(len(group[0].prompt), settings.max_prompt_tokens)
     prompts = np.zeros((num_rows, padded_len), np.int32)
     prompt_len = np.ones((num_rows,), np.int32)
@@ -219,10 +219,11 @@ def _prefill_arrays(
         slot_of_row[row] = slot
         hashes[row] = int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:4], "big")
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys = fold(jax.random.key(settings.seed), jnp.asarray(hashes))
     return (
         jnp.asarray(prompts),
         jnp.asarray(prompt_len),
         jnp.asarray(slot_of_row),
         jnp.full((num_rows,), settings.max_new_tokens, jnp.int32),
-        fold(jax.random.key(settings.seed), jnp.asarray(hashes)),
+        make_sampling(keys, settings.temperature),
     )

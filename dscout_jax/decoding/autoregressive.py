@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dscout_jax.config.models import TargetConfig
-from dscout_jax.decoding.sampling import choose_tokens
+from dscout_jax.decoding.sampling import Sampling, choose_tokens, greedy_sampling
 from dscout_jax.decoding.verification import is_stop
 from dscout_jax.models.cache import KVCache, init_cache
 from dscout_jax.models.target import apply_target, compute_logits
@@ -23,7 +23,7 @@ class GenerationState:
         limit: [B] int32, length at which the row ends.
         done: [B] boolean; a done row neither writes nor advances.
         cache: target cache with S positions; `cache.length == length - 1` while running.
-        keys: [B] typed PRNG keys, folded with the position of each sampled token.
+        sampling: how each row chooses; not read by greedy programs.
         taps: [B, S, C * D] uint16, the bfloat16 words of the tapped residual streams of the tokens
             in the cache; None where none are asked for. (On a CPU, XLA would turn a whole buffer of
             bfloat16 into float32 and back to write one position.)
@@ -34,7 +34,7 @@ class GenerationState:
     limit: jax.Array
     done: jax.Array
     cache: KVCache
-    keys: jax.Array
+    sampling: Sampling
     taps: jax.Array | None = None
 
 
@@ -50,7 +50,7 @@ def init_generation(
         limit=jnp.zeros((batch,), jnp.int32),
         done=jnp.ones((batch,), bool),
         cache=init_cache(config, batch, capacity),
-        keys=jax.random.split(jax.random.key(0), batch),
+        sampling=greedy_sampling(batch),
         taps=jnp.zeros((batch, capacity, width), jnp.uint16) if num_taps else None,
     )
 
@@ -88,10 +88,9 @@ def admit_rows(
     prompt_len: jax.Array,
     slots: jax.Array,
     max_new_tokens: jax.Array,
-    keys: jax.Array,
+    sampling: Sampling | None,
     *,
     greedy: bool,
-    temperature: jax.Array | float,
     stop_ids: tuple[int, ...],
     taps: jax.Array | None = None,
 ) -> GenerationState:
@@ -105,14 +104,14 @@ def admit_rows(
         prompt_len: [R] int32.
         slots: [R] int32 distinct slots; an entry >= B is a padding row and is dropped.
         max_new_tokens: [R] int32, at least 1; `prompt_len + max_new_tokens <= S`.
-        keys: [R] typed PRNG keys.
-        greedy: static.
-        temperature: traced.
+        sampling: of the R rows; None = they are greedy.
+        greedy: static; all rows are.
         stop_ids: static.
         taps: [R, P, C * D] of the prompts, where the state keeps them.
     """
-    sample_keys = jax.vmap(jax.random.fold_in)(keys, prompt_len)
-    first = choose_tokens(logits, greedy=greedy, temperature=temperature, keys=sample_keys)
+    if sampling is None:
+        sampling = greedy_sampling(prompts.shape[0])
+    first = choose_tokens(logits[:, None], sampling, prompt_len[:, None], greedy=greedy)[:, 0]
     limit = prompt_len + max_new_tokens
     tokens = state.tokens.at[slots, : prompts.shape[1]].set(prompts, mode="drop")
     tokens = tokens.at[slots, prompt_len].set(first, mode="drop")
@@ -131,7 +130,9 @@ def admit_rows(
         limit=state.limit.at[slots].set(limit, mode="drop"),
         done=state.done.at[slots].set(ends, mode="drop"),
         cache=cache,
-        keys=state.keys.at[slots].set(keys, mode="drop"),
+        sampling=jax.tree.map(
+            lambda old, new: old.at[slots].set(new, mode="drop"), state.sampling, sampling
+        ),
         taps=None if taps is None else _place_taps(state.taps, taps, slots),
     )
 
@@ -156,8 +157,7 @@ def prefill(
     prompt_len: jax.Array,
     slots: jax.Array,
     max_new_tokens: jax.Array,
-    keys: jax.Array,
-    temperature: jax.Array | float = 1.0,
+    sampling: Sampling | None = None,
     *,
     config: TargetConfig,
     greedy: bool,
@@ -177,17 +177,14 @@ def prefill(
         prompt_len,
         slots,
         max_new_tokens,
-        keys,
+        sampling,
         greedy=greedy,
-        temperature=temperature,
         stop_ids=stop_ids,
         taps=out.taps,
     )
 
 
-def decode_one(
-    params, config, state, temperature, *, greedy, stop_ids, tap_ids=()
-) -> GenerationState:
+def decode_one(params, config, state, *, greedy, stop_ids, tap_ids=()) -> GenerationState:
     """Emits one token in each running row."""
     batch = state.tokens.shape[0]
     running = ~state.done
@@ -196,9 +193,8 @@ def decode_one(
     out = apply_target(
         params, config, last[:, None], cache=state.cache, active=running, tap_ids=tap_ids
     )
-    logits = compute_logits(params, config, out.hidden[:, 0])
-    keys = None if greedy else jax.vmap(jax.random.fold_in)(state.keys, state.length)
-    token = choose_tokens(logits, greedy=greedy, temperature=temperature, keys=keys)
+    logits = compute_logits(params, config, out.hidden)
+    token = choose_tokens(logits, state.sampling, state.length[:, None], greedy=greedy)[:, 0]
     at = jnp.where(running, state.length, state.tokens.shape[1])
     length = jnp.where(running, state.length + 1, state.length)
     taps = state.taps
@@ -223,7 +219,6 @@ def decode_steps(
     params: dict,
     state: GenerationState,
     num_steps: jax.Array | int,
-    temperature: jax.Array | float = 1.0,
     *,
     config: TargetConfig,
     greedy: bool,
@@ -242,6 +237,6 @@ def decode_steps(
     def body(carry):
         step, state = carry
         step_fn = partial(decode_one, greedy=greedy, stop_ids=stop_ids, tap_ids=tap_ids)
-        return step + 1, step_fn(params, config, state, temperature)
+        return step + 1, step_fn(params, config, state)
 
     return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]

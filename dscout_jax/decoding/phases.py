@@ -4,14 +4,16 @@ from functools import partial
 
 import jax
 
+from dscout_jax.decoding.sampling import greedy_tokens
 from dscout_jax.decoding.speculative import (
     DraftWeights,
     SpeculativeState,
-    Variant,
     draft,
     extend_context,
+    target_ids,
     verify,
 )
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.models.cache import rollback
 from dscout_jax.models.drafter import Context
 
@@ -44,7 +46,8 @@ def draft_phase(
     running = start >= 0
     before = start - taps.shape[1]
     context = extend_context(weights, variant, context, taps, before, running)
-    return draft(weights, params, variant, anchors, start, context), context
+    logits = draft(weights, params, variant, anchors, start, context)
+    return target_ids(weights, greedy_tokens(logits)), context
 
 
 @partial(jax.jit, static_argnames=("variant",), donate_argnames=("state",))
@@ -57,6 +60,6 @@ def verify_phase(
         Choices [B, G] int32, taps [B, G, C * D] and the state as it was (donated, same lengths).
     """
     length = state.rows.cache.length
-    verified, out = verify(params, variant, block, state.rows)
+    logits, out = verify(params, variant, block, state.rows)
     rows = state.rows.replace(cache=rollback(out.cache, length))
-    return verified, out.taps, state.replace(rows=rows)
+    return greedy_tokens(logits), out.taps, state.replace(rows=rows)

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dscout_jax.decoding.speculative import DraftWeights, Variant, draft_tokens
+from dscout_jax.decoding.sampling import greedy_tokens
+from dscout_jax.decoding.speculative import DraftWeights, target_ids
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.decoding.verification import accepted_length
 from dscout_jax.models.drafter import (
     block_inputs,
@@ -20,6 +22,7 @@ from dscout_jax.models.drafter import (
     project_context,
     select_taps,
 )
+from dscout_jax.models.target import apply_head
 
 
 @partial(jax.jit, static_argnames=("variant", "num_anchors", "chunk"))
@@ -83,7 +86,7 @@ def anchor_lengths(
             context,
             num_layers=variant.num_layers,
         )
-        drafts = draft_tokens(weights, hidden[:, :, 1:])
+        drafts = target_ids(weights, greedy_tokens(apply_head(weights.head, hidden[:, :, 1:])))
         at = inputs.positions[:, :, 1:]
         truth = tokens[rows[:, :, None], jnp.minimum(at, seq_len - 1)]
         truth = jnp.where(at < length[:, None, None], truth, -1)

@@ -1,8 +1,9 @@
-"""Speculative decoding at temperature 0: draft a block, verify it, keep what agrees.
+"""Speculative decoding: draft a block, verify it, keep what stands.
 
 One cycle: the drafter fills G-1 slots in one pass, the target checks anchor and drafts in one pass,
-the agreeing prefix and the target's next token are emitted, both caches roll back by length only.
-The output equals plain decoding token for token (METHOD section 3).
+the drafts that stand and one token of the target are emitted, both caches roll back by length only.
+
+What stands is said by `Variant.rule` (METHOD section 3).
 """
 
 from functools import partial
@@ -19,8 +20,19 @@ from dscout_jax.decoding.autoregressive import (
     place,
     prefill_rows,
 )
-from dscout_jax.decoding.sampling import greedy_tokens
-from dscout_jax.decoding.verification import accepted_length, emitted_length
+from dscout_jax.decoding.sampling import (
+    ACCEPTANCE,
+    DRAFT,
+    TOKEN,
+    Sampling,
+    choose_tokens,
+    draw_tokens,
+    fold_positions,
+    greedy_tokens,
+    log_law,
+)
+from dscout_jax.decoding.variant import Variant
+from dscout_jax.decoding.verification import accepted_length, emitted_length, reject_drafts
 from dscout_jax.models.cache import init_cache, rollback, write
 from dscout_jax.models.drafter import (
     Context,
@@ -29,7 +41,14 @@ from dscout_jax.models.drafter import (
     project_context,
     select_taps,
 )
-from dscout_jax.models.target import apply_head, apply_target, compute_logits, embed, head_rows
+from dscout_jax.models.target import (
+    TargetOutput,
+    apply_head,
+    apply_target,
+    compute_logits,
+    embed,
+    head_rows,
+)
 
 
 @flax.struct.dataclass
@@ -46,59 +65,6 @@ class DraftWeights:
     drafter: dict
     head: jax.Array
     token_ids: jax.Array | None
-
-
-@flax.struct.dataclass(frozen=True)
-class Variant:
-    """Static choices of one compiled program.
-
-    Attributes:
-        target: target shapes.
-        drafter: drafter shapes.
-        block_size: G in [2, trained block size].
-        num_layers: drafter depth d; None = all.
-        taps: indices into `drafter.target_layer_ids`; None = all.
-        stop_ids: ids that end a row.
-    """
-
-    target: TargetConfig = flax.struct.field(pytree_node=False)
-    drafter: DrafterConfig = flax.struct.field(pytree_node=False)
-    block_size: int = flax.struct.field(pytree_node=False)
-    num_layers: int | None = flax.struct.field(pytree_node=False, default=None)
-    taps: tuple[int, ...] | None = flax.struct.field(pytree_node=False, default=None)
-    stop_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
-
-    def __post_init__(self) -> None:
-        largest = self.drafter.block_size
-        if not 2 <= self.block_size <= largest:
-            raise ValueError(
-                f"block_size={self.block_size} is not in [2, {largest}], what the drafter was "
-                "trained for"
-            )
-        depth, num_taps = self.drafter.num_hidden_layers, len(self.drafter.target_layer_ids)
-        if self.num_layers is not None and not 1 <= self.num_layers <= depth:
-            raise ValueError(f"num_layers={self.num_layers} is not in [1, {depth}]")
-        taps = range(num_taps) if self.taps is None else self.taps
-        if not taps or list(taps) != sorted(set(taps) & set(range(num_taps))):
-            raise ValueError(f"taps={self.taps} must be increasing indices below {num_taps}")
-
-    @property
-    def name(self) -> str:
-        """Block size and cuts, such as `block8` or `block8_depth1_taps3`."""
-        depth = "" if self.num_layers is None else f"_depth{self.num_layers}"
-        taps = "" if self.taps is None else f"_taps{len(self.taps)}"
-        return f"block{self.block_size}{depth}{taps}"
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether it uses less than all layers and taps of the drafter."""
-        return self.num_layers is not None or self.taps is not None
-
-    @property
-    def tap_ids(self) -> tuple[int, ...]:
-        """The target layers that this variant taps."""
-        ids = self.drafter.target_layer_ids
-        return ids if self.taps is None else tuple(ids[i] for i in self.taps)
 
 
 @flax.struct.dataclass
@@ -158,7 +124,7 @@ def draft(
     start: jax.Array,
     context: Context,
 ) -> jax.Array:
-    """Proposes the tokens after each anchor, greedily.
+    """Runs the drafter over the block after each anchor.
 
     Args:
         weights: drafter, head rows and draft vocabulary.
@@ -169,7 +135,7 @@ def draft(
         context: context K/V, valid below `start`.
 
     Returns:
-        [B, G-1] int32.
+        [B, G-1, Vd] logits over the draft vocabulary.
     """
     inputs = block_inputs(
         anchors[:, None],
@@ -185,20 +151,19 @@ def draft(
         context,
         num_layers=variant.num_layers,
     )[:, 0, 1:]  # [B, G-1, D]
-    return draft_tokens(weights, hidden)
+    return apply_head(weights.head, hidden)
 
 
-def draft_tokens(weights: DraftWeights, hidden: jax.Array) -> jax.Array:
-    """Returns the greedy token [...] int32 of drafter outputs [..., D]."""
-    best = greedy_tokens(apply_head(weights.head, hidden))
-    return best if weights.token_ids is None else jnp.take(weights.token_ids, best)
+def target_ids(weights: DraftWeights, drafts: jax.Array) -> jax.Array:
+    """Returns the target's ids [...] int32 of indices into the draft vocabulary."""
+    return drafts if weights.token_ids is None else jnp.take(weights.token_ids, drafts)
 
 
 def verify(params: dict, variant: Variant, block: jax.Array, rows: GenerationState):
     """Runs the target over anchor and drafts [B, G].
 
     Returns:
-        The target's greedy choice after each slot, [B, G] int32, and the `TargetOutput` with taps.
+        The target's logits after each slot, [B, G, V], and the `TargetOutput` with taps.
     """
     out = apply_target(
         params,
@@ -208,8 +173,44 @@ def verify(params: dict, variant: Variant, block: jax.Array, rows: GenerationSta
         tap_ids=variant.tap_ids,
         active=~rows.done,
     )
-    logits = compute_logits(params, variant.target, out.hidden)
-    return greedy_tokens(logits), out
+    return compute_logits(params, variant.target, out.hidden), out
+
+
+def draft_and_verify(
+    params: dict,
+    weights: DraftWeights,
+    variant: Variant,
+    rows: GenerationState,
+    context: Context,
+) -> tuple[jax.Array, jax.Array, TargetOutput]:
+    """Returns the drafts that stand [B], the tokens [B, G] that they and the target give, and taps.
+
+    Of the tokens, the first `accepted + 1` count.
+    """
+    start = rows.length - 1  # position of the anchor
+    anchors = rows.tokens[jnp.arange(start.shape[0]), start]
+    at = rows.length[:, None] + jnp.arange(variant.block_size)[None]  # [B, G] of the tokens
+    draft_logits = draft(weights, params, variant, anchors, start, context)
+    if variant.rule == "rejection":
+        draft_law = log_law(draft_logits, rows.sampling)
+        keys = fold_positions(rows.sampling.keys, at[:, :-1], DRAFT)
+        chosen = draw_tokens(draft_law, keys)
+    else:
+        chosen = greedy_tokens(draft_logits)
+    drafts = target_ids(weights, chosen)
+    block = jnp.concatenate([anchors[:, None], drafts], axis=1)  # [B, G]
+    logits, out = verify(params, variant, block, rows)
+    if variant.rule == "rejection":
+        keys = (
+            fold_positions(rows.sampling.keys, at[:, :-1], ACCEPTANCE),
+            fold_positions(rows.sampling.keys, at, TOKEN),
+        )
+        law = log_law(logits, rows.sampling)
+        accepted, tokens = reject_drafts(law, draft_law, chosen, keys, weights.token_ids)
+    else:
+        tokens = choose_tokens(logits, rows.sampling, at, greedy=variant.rule == "greedy")
+        accepted = accepted_length(drafts, tokens[:, :-1])
+    return accepted, tokens, out
 
 
 def extend_context(
@@ -248,23 +249,18 @@ def cycle(
     batch, capacity = rows.tokens.shape
     row_ids = jnp.arange(batch)
     running = ~rows.done
-    start = rows.length - 1  # position of the anchor
-    anchors = rows.tokens[row_ids, start]
-    drafts = draft(weights, params, variant, anchors, start, state.context)
-    block = jnp.concatenate([anchors[:, None], drafts], axis=1)  # [B, G]
-    verified, out = verify(params, variant, block, rows)
-    accepted = accepted_length(drafts, verified[:, :-1])
+    accepted, tokens, out = draft_and_verify(params, weights, variant, rows, state.context)
     budget = jnp.maximum(rows.limit - rows.length, 1)
-    emitted, ends = emitted_length(verified, accepted, budget, variant.stop_ids)
+    emitted, ends = emitted_length(tokens, accepted, budget, variant.stop_ids)
     emitted = jnp.where(running, emitted, 0)
 
     at = jnp.where(running, rows.length, capacity)[:, None] + jnp.arange(variant.block_size)[None]
     length = rows.length + emitted
-    context = extend_context(weights, variant, state.context, out.taps, start, running)
+    context = extend_context(weights, variant, state.context, out.taps, rows.length - 1, running)
     cycle_at = jnp.where(running, state.cycles, state.emitted.shape[1])
     return SpeculativeState(
         rows=rows.replace(
-            tokens=rows.tokens.at[row_ids[:, None], at].set(verified, mode="drop"),
+            tokens=rows.tokens.at[row_ids[:, None], at].set(tokens, mode="drop"),
             length=length,
             done=rows.done | ends,
             cache=rollback(out.cache, jnp.where(running, length - 1, rows.cache.length)),
@@ -284,6 +280,7 @@ def prefill_speculative(
     prompt_len: jax.Array,
     slots: jax.Array,
     max_new_tokens: jax.Array,
+    sampling: Sampling | None = None,
     *,
     variant: Variant,
 ) -> SpeculativeState:
@@ -292,7 +289,6 @@ def prefill_speculative(
     Compiled once per (R, P, B, S). Donates `state`. See `autoregressive.admit_rows`.
     """
     logits, out = prefill_rows(params, variant.target, prompts, prompt_len, variant.tap_ids)
-    batch = prompts.shape[0]
     rows = admit_rows(
         state.rows,
         logits,
@@ -301,9 +297,8 @@ def prefill_speculative(
         prompt_len,
         slots,
         max_new_tokens,
-        state.rows.keys[:batch],
-        greedy=True,
-        temperature=1.0,
+        sampling,
+        greedy=variant.rule == "greedy",
         stop_ids=variant.stop_ids,
     )
     new = project_context(

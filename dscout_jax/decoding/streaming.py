@@ -4,12 +4,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from dscout_jax.decoding.speculative import (
-    DraftWeights,
-    SpeculativeState,
-    Variant,
-    decode_cycles,
-)
+from dscout_jax.decoding.speculative import DraftWeights, SpeculativeState, decode_cycles
+from dscout_jax.decoding.variant import Variant
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
 """(row, tokens of one cycle): the accepted drafts, then the target's own token."""

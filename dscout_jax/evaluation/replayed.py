@@ -15,7 +15,7 @@ from dscout_jax.data.pipeline import ExampleSet, evaluation_batches, make_exampl
 from dscout_jax.data.prompts import Prompt
 from dscout_jax.data.responses import ResponseWriter, iter_responses
 from dscout_jax.data.tokenizer import Tokenizer
-from dscout_jax.decoding.speculative import Variant
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.evaluation.statistics import walk_prefix
 from dscout_jax.training.inputs import trim_batch
 from dscout_jax.training.validation import FrozenTarget, replay

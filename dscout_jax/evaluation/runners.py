@@ -13,12 +13,12 @@ from dscout_jax.decoding.autoregressive import decode_steps, init_generation, pr
 from dscout_jax.decoding.speculative import (
     DraftWeights,
     SpeculativeState,
-    Variant,
     decode_cycles,
     init_speculative,
     prefill_speculative,
 )
 from dscout_jax.decoding.streaming import stream_cycles
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.evaluation.benchmarks import Decode, Generated
 from dscout_jax.models.target import apply_target, compute_logits
 
@@ -124,7 +124,6 @@ class Runners:
         }
         self._sizes = sizes
         self._static = {"config": target, "greedy": True, "stop_ids": stop_ids}
-        self._key = jax.random.split(jax.random.key(0), 1)
 
     @property
     def speculative(self) -> dict[int, Decode]:
@@ -145,7 +144,7 @@ class Runners:
         state = init_generation(self._target, 1, self._sizes.capacity)
         jax.block_until_ready(state)
         start = time.perf_counter()
-        state = prefill(self.params, state, *arrays, self._key, **self._static)
+        state = prefill(self.params, state, *arrays, **self._static)
         jax.block_until_ready(state)
         prefilled = time.perf_counter()
         state = decode_steps(self.params, state, self._sizes.max_new_tokens, **self._static)

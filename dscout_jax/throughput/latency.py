@@ -21,10 +21,10 @@ from dscout_jax.decoding.phases import draft_phase, verify_phase
 from dscout_jax.decoding.speculative import (
     DraftWeights,
     SpeculativeState,
-    Variant,
     decode_cycles,
     init_speculative,
 )
+from dscout_jax.decoding.variant import Variant
 
 
 @dataclasses.dataclass(frozen=True)

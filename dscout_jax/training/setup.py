@@ -15,7 +15,7 @@ from dscout_jax.config.experiment import ExperimentConfig, ObjectiveConfig
 from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.data.pipeline import evaluation_batches, pad_batch, training_batches
 from dscout_jax.data.responses import Response
-from dscout_jax.decoding.speculative import Variant
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.models.drafter import init_drafter
 from dscout_jax.objective.weighting import decay_length
 from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target

@@ -9,7 +9,8 @@ import numpy as np
 
 from dscout_jax.config.models import TargetConfig
 from dscout_jax.decoding.replay import anchor_lengths, walk
-from dscout_jax.decoding.speculative import DraftWeights, Variant
+from dscout_jax.decoding.speculative import DraftWeights
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.models.drafter import select_features
 from dscout_jax.models.target import head_rows
 from dscout_jax.objective.loss import Frozen, SlotSums

@@ -12,7 +12,6 @@ def test_greedy_decoding_equals_rerunning_the_whole_sequence(tiny):
     prompt = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
     lengths = jnp.array([5, 3])
     state = init_generation(tiny.target, 2, 24)
-    keys = jax.random.split(jax.random.key(0), 2)
     limits = jnp.array([10, 6])
     state = prefill(
         tiny.params,
@@ -21,7 +20,6 @@ def test_greedy_decoding_equals_rerunning_the_whole_sequence(tiny):
         lengths,
         jnp.arange(2),
         limits,
-        keys,
         config=tiny.target,
         **GREEDY,
     )
@@ -43,7 +41,6 @@ def test_greedy_decoding_equals_rerunning_the_whole_sequence(tiny):
 
 def test_a_row_stops_at_a_stop_token_and_the_others_go_on(tiny):
     prompt = jnp.array([[3, 1, 4], [9, 2, 6]])
-    keys = jax.random.split(jax.random.key(0), 2)
 
     def run(stop_ids):
         state = init_generation(tiny.target, 2, 24)
@@ -51,7 +48,7 @@ def test_a_row_stops_at_a_stop_token_and_the_others_go_on(tiny):
         many = jnp.array([12, 12])
         slots = jnp.arange(2)
         lengths = jnp.array([3, 3])
-        state = prefill(tiny.params, state, prompt, lengths, slots, many, keys, **static)
+        state = prefill(tiny.params, state, prompt, lengths, slots, many, **static)
         return decode_steps(tiny.params, state, 99, **static)
 
     free = np.asarray(run(()).tokens)[:, 3:15]
@@ -64,10 +61,9 @@ def test_a_row_stops_at_a_stop_token_and_the_others_go_on(tiny):
 
 
 def test_a_refilled_slot_gives_what_it_gives_alone(tiny):
-    keys = jax.random.split(jax.random.key(0), 3)
     static = {"config": tiny.target, **GREEDY}
 
-    def start(state, tokens, slot, key):
+    def start(state, tokens, slot):
         one = jnp.array([len(tokens)])
         return prefill(
             tiny.params,
@@ -76,17 +72,16 @@ def test_a_refilled_slot_gives_what_it_gives_alone(tiny):
             one,
             jnp.array([slot]),
             jnp.array([8]),
-            key[None],
             **static,
         )
 
-    alone = start(init_generation(tiny.target, 3, 24), [5, 6, 7, 8], 0, keys[2])
+    alone = start(init_generation(tiny.target, 3, 24), [5, 6, 7, 8], 0)
     alone = decode_steps(tiny.params, alone, 99, **static)
-    state = start(init_generation(tiny.target, 3, 24), [1, 2, 3, 4, 5, 6], 1, keys[0])
+    state = start(init_generation(tiny.target, 3, 24), [1, 2, 3, 4, 5, 6], 1)
     state = decode_steps(tiny.params, state, 99, **static)
-    state = start(state, [4, 4], 0, keys[1])
+    state = start(state, [4, 4], 0)
     state = decode_steps(tiny.params, state, 3, **static)
-    state = start(state, [5, 6, 7, 8], 1, keys[2])
+    state = start(state, [5, 6, 7, 8], 1)
     state = decode_steps(tiny.params, state, 99, **static)
     assert state.tokens[1, :12].tolist() == alone.tokens[0, :12].tolist()
 

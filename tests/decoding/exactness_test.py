@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,12 +10,12 @@ from dscout_jax.data.prompts import load_benchmark
 from dscout_jax.data.tokenizer import Tokenizer
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
 from dscout_jax.decoding.speculative import (
-    Variant,
     decode_cycles,
     init_speculative,
     make_draft_weights,
     prefill_speculative,
 )
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.evaluation.benchmarks import NEAR_TIE_MARGIN
 from dscout_jax.models.target import apply_target, compute_logits
 from dscout_jax.weights.dflash import load_drafter
@@ -73,13 +72,12 @@ def answers(rows, lengths, count):
 
 def plain_answers(target, stop_ids, prompts, batch=8):
     static = {"config": target.cfg, "greedy": True, "stop_ids": stop_ids}
-    keys = jax.random.split(jax.random.key(0), batch)
     found = []
     for first in range(0, len(prompts), batch):
         group = prompts[first : first + batch]
         inputs = arrays(group, batch)
         state = init_generation(target.cfg, batch, CAPACITY)
-        state = prefill(target.params, state, *inputs, keys, **static)
+        state = prefill(target.params, state, *inputs, **static)
         state = decode_steps(target.params, state, NEW_TOKENS, **static)
         found += answers(state, inputs[1], len(group))
     return found

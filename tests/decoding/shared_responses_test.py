@@ -44,7 +44,6 @@ def decode_all(smollm2, rows, prompt_width: int) -> list[list[int]]:
             jnp.asarray(lengths),
             jnp.arange(BATCH),
             jnp.full((BATCH,), NUM_NEW),
-            jax.random.split(jax.random.key(0), BATCH),
             **static,
         )
         state = decode_steps(smollm2.params, state, NUM_NEW, **static)

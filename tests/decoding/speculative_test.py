@@ -6,13 +6,13 @@ import pytest
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
 from dscout_jax.decoding.replay import anchor_lengths, walk
 from dscout_jax.decoding.speculative import (
-    Variant,
     decode_cycles,
     init_speculative,
     make_draft_weights,
     prefill_speculative,
 )
 from dscout_jax.decoding.streaming import stream_cycles
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.models.target import apply_target
 
 CAPACITY = 64
@@ -29,10 +29,9 @@ def prompts_of(batch):
 def plain(tiny, batch, stop_ids=STOP):
     tokens, lengths, limits = prompts_of(batch)
     static = {"config": tiny.target, "greedy": True, "stop_ids": stop_ids}
-    keys = jax.random.split(jax.random.key(0), batch)
     state = init_generation(tiny.target, batch, CAPACITY)
     slots = jnp.arange(batch)
-    state = prefill(tiny.params, state, tokens, lengths, slots, limits, keys, **static)
+    state = prefill(tiny.params, state, tokens, lengths, slots, limits, **static)
     return decode_steps(tiny.params, state, 100, **static)
 
 

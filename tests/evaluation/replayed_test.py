@@ -6,7 +6,8 @@ import pytest
 
 from dscout_jax.data.prompts import Prompt
 from dscout_jax.data.tokenizer import Tokenizer
-from dscout_jax.decoding.speculative import Variant, make_draft_weights
+from dscout_jax.decoding.speculative import make_draft_weights
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.evaluation.replayed import answer_workloads, replay_workloads
 from dscout_jax.evaluation.runners import Runners, fit_sizes
 from dscout_jax.training.validation import freeze

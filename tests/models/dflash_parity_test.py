@@ -11,12 +11,12 @@ import pytest
 from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.decoding.autoregressive import decode_steps, init_generation, prefill
 from dscout_jax.decoding.speculative import (
-    Variant,
     decode_cycles,
     init_speculative,
     make_draft_weights,
     prefill_speculative,
 )
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.models.cache import init_cache, rollback, write
 from dscout_jax.models.drafter import Context, draft_blocks, project_context
 from dscout_jax.models.target import apply_target, compute_logits, embed
@@ -243,7 +243,6 @@ def test_plain_decoding_gives_the_references_tokens(golden, target):
         prompt_len,
         jnp.arange(batch),
         jnp.full((batch,), num_new),
-        jax.random.split(jax.random.key(0), batch),
         **static,
     )
     state = decode_steps(target[1], state, num_new, **static)

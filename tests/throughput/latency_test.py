@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dscout_jax.decoding.phases import draft_phase, verify_phase
-from dscout_jax.decoding.speculative import Variant, decode_cycles, make_draft_weights
+from dscout_jax.decoding.speculative import decode_cycles, make_draft_weights
+from dscout_jax.decoding.variant import Variant
 from dscout_jax.throughput.latency import (
     Setting,
     cycle_timer,
