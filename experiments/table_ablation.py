@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from dscout_jax.config.checks import to_dict
 from dscout_jax.config.experiment import ExperimentConfig, from_config_dict
+from dscout_jax.config.models import DrafterConfig
 from dscout_jax.data.features import FeatureCache, feature_settings
 from dscout_jax.data.pipeline import make_examples, split_examples
 from dscout_jax.data.prompts import Prompt, load_benchmark
@@ -65,6 +66,7 @@ CUTS = (
     {"num_layers": 1}, {"num_layers": 2}, {"taps": (4,)}, {"taps": (0, 2, 4)},
     {"num_layers": 1, "taps": (4,)},
 )  # fmt: skip
+CUT_ARMS = ("dscout", "elastic", "elastic_all")  # elasticity, and its control
 REACH = {"weighting": "reach", "smoothing": 0.5, "weight_warmup": 0.2}
 ELASTIC = {
     "depths": ((1, 1.0), (2, 1.0), (3, 4.0)),
@@ -133,7 +135,7 @@ def make_config(args: argparse.Namespace, arm: str, seed: int) -> ExperimentConf
     values.data.store, values.data.feature_cache = args.store, args.features
     values.train.num_steps = args.steps
     values.train.seed = seed
-    values.train.eval_every = max(args.steps // 4, 100)
+    values.train.eval_every = max(args.steps // 2, 100)  # the rest is replayed at the end
     values.train.mesh = (1, 1, 1)
     return from_config_dict(values.to_dict())
 
@@ -196,7 +198,7 @@ def finish_run(
     )
     loaded = load_drafter(folder / "drafter", target.cfg)
     frozen = freeze(target.params, target.cfg, loaded.token_ids)
-    variants = variants_of(target, loaded.config)
+    variants = variants_of(target, loaded.config, cuts=arm in CUT_ARMS)
     workloads = (answered, held_out(config, given))
     rows = {
         variant: [
@@ -238,11 +240,12 @@ def finish_runs(args: argparse.Namespace, given: Given) -> dict[str, list[Rows]]
     return arms
 
 
-def variants_of(target: LoadedTarget, drafter) -> dict[str, Variant]:
+def variants_of(target: LoadedTarget, drafter: DrafterConfig, cuts: bool) -> dict[str, Variant]:
     """Returns what is replayed, by name: whole at every block size, then cuts at one of them."""
-    whole = [Variant(target.cfg, drafter, size) for size in BLOCK_SIZES]
-    cuts = [Variant(target.cfg, drafter, CUT_BLOCK_SIZE, **cut) for cut in CUTS]
-    return {variant.name: variant for variant in (*whole, *cuts)}
+    variants = [Variant(target.cfg, drafter, size) for size in BLOCK_SIZES]
+    if cuts:
+        variants += [Variant(target.cfg, drafter, CUT_BLOCK_SIZE, **cut) for cut in CUTS]
+    return {variant.name: variant for variant in variants}
 
 
 def measure_latency(args: argparse.Namespace, target: LoadedTarget) -> Latency:
@@ -260,7 +263,7 @@ def measure_latency(args: argparse.Namespace, target: LoadedTarget) -> Latency:
     weights = DraftWeights(params, frozen.tables.head, frozen.token_ids)
     setting = Setting(context=200)
     timers = {"plain": plain_timer(target.params, target.cfg, setting, max(BLOCK_SIZES))}
-    for name, variant in variants_of(target, drafter).items():
+    for name, variant in variants_of(target, drafter, cuts=True).items():
         timers[name] = cycle_timer(target.params, weights, variant, setting)
     rounds = interleave(timers, args.repeats)
     samples = list(tqdm(rounds, total=args.repeats, desc="latency", disable=None))
@@ -273,6 +276,8 @@ def write_all(args: argparse.Namespace, target: LoadedTarget, arms: Arms) -> Non
     compared = compare(arms, latency)
     write_text(args.output / "rows.csv", csv_table(compared["rows"]))
     text = markdown_table(compared["table"])
+    if compared["cuts"]:
+        text += "\nCuts of the drafter in depth and taps:\n\n" + markdown_table(compared["cuts"])
     write_text(args.output / "table.md", text)
     ablation_arms(compared["table"], args.output / "ablation.png")
     settings = {k: v.name if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()}

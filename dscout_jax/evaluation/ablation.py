@@ -48,6 +48,11 @@ class Sampled:
 
     mat: Mapping[str, Mapping[str, np.ndarray]]
 
+    @property
+    def variants(self) -> list[str]:
+        """Names of the variants that were measured."""
+        return list(next(iter(self.mat.values())))
+
     def mean(self, variant: str) -> np.ndarray:
         """MAT averaged over the workloads, [1 + samples]."""
         return np.mean([by_variant[variant] for by_variant in self.mat.values()], axis=0)
@@ -118,11 +123,11 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
 
     Args:
         arms: arm to its runs, one a training seed, each variant to rows. Variants named `block<G>`
-            are whole drafters; others are cuts.
+            are whole drafters, every arm has them; others are cuts, which some arms have.
         latency: times of all variants.
 
     Returns:
-        `table`, one row an arm; `rows`, one for each arm, workload and variant; `summary`, with
+        `table`, one row an arm; `cuts`, one row an arm that has some; `rows`, one for each arm, workload and variant; `summary`, with
         `mat` and `speedup` of every arm by workload and block size, means, their values for each
         training seed alone, and comparisons.
         `..._whole_output` counts loops too.
@@ -134,12 +139,10 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
     sampled = {arm: sample_arm(runs) for arm, runs in arms.items()}
     by_seed = {arm: [sample_arm([rows]) for rows in runs] for arm, runs in arms.items()}
     first = next(iter(sampled.values()))
-    variants = list(next(iter(first.mat.values())))
-    whole = [name for name in variants if "_" not in name]
-    cuts = [name for name in variants if "_" in name]
+    whole = [name for name in first.variants if "_" not in name]
     base = sampled.get("dflash", first)
     base_speed = base.speedup(latency, whole)
-    table, rows, summary = [], [], {}
+    table, cuts, rows, summary = [], [], [], {}
     for arm, found in sampled.items():
         speed = found.speedup(latency, whole)
         speed_with_loops = loops[arm].speedup(latency, whole)
@@ -147,7 +150,7 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
         if held_out[arm].mat:
             choice = {"held-out speedup": estimate(held_out[arm].speedup(latency, whole))}
             held_out_figures = {
-                "mat": {name: float(held_out[arm].mean(name)[0]) for name in variants},
+                "mat": {name: float(held_out[arm].mean(name)[0]) for name in found.variants},
                 "speedup": choice["held-out speedup"].value,
             }
         table.append(
@@ -158,9 +161,13 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
                 "over dflash": estimate(speed / base_speed),
                 "speedup, whole output": estimate(speed_with_loops),
                 **choice,
-                **{f"MAT {name}": estimate(found.mean(name)) for name in cuts},
             }
         )
+        if len(found.variants) > len(whole):
+            names = [name for name in found.variants if name not in whole]
+            cuts.append(
+                {"arm": arm} | {f"MAT {name}": estimate(found.mean(name)) for name in names}
+            )
         for workload, by_variant in found.mat.items():
             for name, samples in by_variant.items():
                 mat, factor = estimate(samples), latency.speedup_per_token(name)
@@ -175,8 +182,10 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
         summary[arm] = {
             "mat": _nested(mine, "mat"),
             "speedup": _nested(mine, "speedup"),
-            "mat_mean": {name: float(found.mean(name)[0]) for name in variants},
-            "mat_mean_whole_output": {name: float(loops[arm].mean(name)[0]) for name in variants},
+            "mat_mean": {name: float(found.mean(name)[0]) for name in found.variants},
+            "mat_mean_whole_output": {
+                name: float(loops[arm].mean(name)[0]) for name in found.variants
+            },
             "speedup_mean": float(speed[0]),
             "speedup_mean_by_seed": [float(one.speedup(latency, whole)[0]) for one in by_seed[arm]],
             "speedup_mean_whole_output": float(speed_with_loops[0]),
@@ -193,7 +202,7 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
                 *(summary[arm]["speedup_mean_by_seed"] for arm in ("dscout", "dflash")), strict=True
             )
         ]
-    return {"table": table, "rows": rows, "summary": found}
+    return {"table": table, "cuts": cuts, "rows": rows, "summary": found}
 
 
 def _nested(rows: Sequence[Mapping[str, Any]], value: str) -> dict[str, dict[str, float]]:
@@ -225,10 +234,9 @@ def comparisons(
     if {"elastic", "dscout"} <= sampled.keys():
         ratios = [sampled["elastic"].mean(name) / sampled["dscout"].mean(name) for name in whole]
         record("elastic_over_dedicated_mat", np.mean(ratios, axis=0))
-        names = next(iter(sampled["elastic"].mat.values()))
         found["elastic_over_dscout_cut_mat"] = {
             name: float(sampled["elastic"].mean(name)[0] / sampled["dscout"].mean(name)[0])
-            for name in names
+            for name in sampled["elastic"].variants
             if name not in whole
         }
     return found

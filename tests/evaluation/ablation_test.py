@@ -94,9 +94,18 @@ def test_held_out_rows_are_shown_apart_and_change_no_benchmark():
     assert HELD_OUT not in figures["mat"] and len(found["rows"]) == 2 * len(plain["rows"])
 
 
+def test_arms_without_cuts_stand_beside_arms_with_some():
+    without = {name: found for name, found in arm(1).items() if name != "block8_depth1"}
+    found = compare({"dflash": [without], "dscout": [arm(2)]}, LATENCY)
+    assert [row["arm"] for row in found["table"]] == ["dflash", "dscout"]
+    assert [row["arm"] for row in found["cuts"]] == ["dscout"]
+    assert set(found["summary"]["results"]["dflash"]["mat_mean"]) == {"block4", "block8"}
+
+
 def test_a_single_arm_is_its_own_base_and_can_be_drawn(tmp_path):
     found = compare({"mixed": [arm(1)]}, LATENCY)
     assert found["table"][0]["over dflash"].value == 1.0
     assert found["summary"].keys() == {"results"}
+    assert list(found["cuts"][0]) == ["arm", "MAT block8_depth1"]
     ablation_arms(found["table"], tmp_path / "ablation.png")
     assert (tmp_path / "ablation.png").stat().st_size > 5000
