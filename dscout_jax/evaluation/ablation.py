@@ -57,6 +57,10 @@ class Sampled:
         """MAT averaged over the workloads, [1 + samples]."""
         return np.mean([by_variant[variant] for by_variant in self.mat.values()], axis=0)
 
+    def means(self) -> dict[str, float]:
+        """MAT of each variant averaged over the workloads, as measured."""
+        return {name: float(self.mean(name)[0]) for name in self.variants}
+
     def speedup(self, latency: Latency, variants: Sequence[str]) -> np.ndarray:
         """Mean speedup with each workload at the best of some variants, [1 + samples]."""
         speeds = []
@@ -127,9 +131,9 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
         latency: times of all variants.
 
     Returns:
-        `table`, one row an arm; `cuts`, one row an arm that has some; `rows`, one for each arm, workload and variant; `summary`, with
-        `mat` and `speedup` of every arm by workload and block size, means, their values for each
-        training seed alone, and comparisons.
+        `table`, one row an arm; `cuts`, one row an arm that has some; `rows`, one for each arm,
+        workload and variant; `summary`, with `mat` and `speedup` of every arm by workload and block
+        size, means, their values for each training seed alone, and comparisons.
         `..._whole_output` counts loops too.
     """
     split = {arm: split_held_out(runs) for arm, runs in arms.items()}
@@ -144,15 +148,10 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
     base_speed = base.speedup(latency, whole)
     table, cuts, rows, summary = [], [], [], {}
     for arm, found in sampled.items():
-        speed = found.speedup(latency, whole)
-        speed_with_loops = loops[arm].speedup(latency, whole)
-        choice, held_out_figures = {}, {}
+        speed, speed_with_loops = (f.speedup(latency, whole) for f in (found, loops[arm]))
+        held_out_speed = None
         if held_out[arm].mat:
-            choice = {"held-out speedup": estimate(held_out[arm].speedup(latency, whole))}
-            held_out_figures = {
-                "mat": {name: float(held_out[arm].mean(name)[0]) for name in found.variants},
-                "speedup": choice["held-out speedup"].value,
-            }
+            held_out_speed = estimate(held_out[arm].speedup(latency, whole))
         table.append(
             {
                 "arm": arm,
@@ -160,40 +159,31 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
                 "speedup": estimate(speed),
                 "over dflash": estimate(speed / base_speed),
                 "speedup, whole output": estimate(speed_with_loops),
-                **choice,
+                "held-out speedup": held_out_speed,
             }
         )
         if len(found.variants) > len(whole):
-            names = [name for name in found.variants if name not in whole]
-            cuts.append(
-                {"arm": arm} | {f"MAT {name}": estimate(found.mean(name)) for name in names}
-            )
-        for workload, by_variant in found.mat.items():
-            for name, samples in by_variant.items():
-                mat, factor = estimate(samples), latency.speedup_per_token(name)
-                rows.append(
-                    {
-                        "arm": arm, "workload": workload, "variant": name, "mat": mat.value,
-                        "mat_low": mat.low, "mat_high": mat.high, "speedup": mat.value * factor,
-                        "mat_whole_output": float(loops[arm].mat[workload][name][0]),
-                    }
-                )  # fmt: skip
-        mine = [row for row in rows if row["arm"] == arm]
+            cut = [name for name in found.variants if name not in whole]
+            cuts.append({"arm": arm} | {f"MAT {name}": estimate(found.mean(name)) for name in cut})
+        mine = _rows_of(arm, found, loops[arm], latency)
+        rows += mine
         summary[arm] = {
             "mat": _nested(mine, "mat"),
             "speedup": _nested(mine, "speedup"),
-            "mat_mean": {name: float(found.mean(name)[0]) for name in found.variants},
-            "mat_mean_whole_output": {
-                name: float(loops[arm].mean(name)[0]) for name in found.variants
-            },
+            "mat_mean": found.means(),
+            "mat_mean_whole_output": loops[arm].means(),
             "speedup_mean": float(speed[0]),
             "speedup_mean_by_seed": [float(one.speedup(latency, whole)[0]) for one in by_seed[arm]],
             "speedup_mean_whole_output": float(speed_with_loops[0]),
-            **{f"held_out_{name}": value for name, value in held_out_figures.items()},
             "best_variant": {
                 workload: found.best(workload, latency, whole) for workload in found.mat
             },
         }
+        if held_out_speed is not None:
+            summary[arm] |= {
+                "held_out_mat": held_out[arm].means(),
+                "held_out_speedup": held_out_speed.value,
+            }
     found = {"results": summary} | comparisons(sampled, latency, whole)
     if "dscout_over_dflash_speedup" in found:
         found["dscout_over_dflash_speedup_by_seed"] = [
@@ -203,6 +193,24 @@ def compare(arms: Arms, latency: Latency) -> dict[str, Any]:
             )
         ]
     return {"table": table, "cuts": cuts, "rows": rows, "summary": found}
+
+
+def _rows_of(
+    arm: str, found: Sampled, loops: Sampled, latency: Latency
+) -> list[dict[str, float | str]]:
+    """Returns a row for each workload and variant of an arm."""
+    rows = []
+    for workload, by_variant in found.mat.items():
+        for name, samples in by_variant.items():
+            mat, factor = estimate(samples), latency.speedup_per_token(name)
+            rows.append(
+                {
+                    "arm": arm, "workload": workload, "variant": name, "mat": mat.value,
+                    "mat_low": mat.low, "mat_high": mat.high, "speedup": mat.value * factor,
+                    "mat_whole_output": float(loops.mat[workload][name][0]),
+                }
+            )  # fmt: skip
+    return rows
 
 
 def _nested(rows: Sequence[Mapping[str, Any]], value: str) -> dict[str, dict[str, float]]:
