@@ -107,7 +107,7 @@ def admit_rows(
         sampling: of the R rows; None = they are greedy.
         greedy: static; all rows are.
         stop_ids: static.
-        taps: [R, P, C * D] of the prompts, where the state keeps them.
+        taps: [R, P, C * D] uint16 words of the prompts' taps, where the state keeps them.
     """
     if sampling is None:
         sampling = greedy_sampling(prompts.shape[0])
@@ -137,12 +137,18 @@ def admit_rows(
     )
 
 
-def _place_taps(buffer, taps, slots):
-    return buffer.at[slots, : taps.shape[1]].set(_to_words(taps), mode="drop")
+def _place_taps(buffer, words, slots):
+    return buffer.at[slots, : words.shape[1]].set(words, mode="drop")
 
 
-def _to_words(taps):
+def to_words(taps: jax.Array) -> jax.Array:
+    """Returns taps as the bfloat16 words [...] uint16 that a state keeps."""
     return jax.lax.bitcast_convert_type(taps.astype(jnp.bfloat16), jnp.uint16)
+
+
+def from_words(words: jax.Array) -> jax.Array:
+    """Returns kept taps as float32 [...]; a bfloat16 is the upper half of a float32."""
+    return jax.lax.bitcast_convert_type(words.astype(jnp.uint32) << 16, jnp.float32)
 
 
 @partial(
@@ -180,7 +186,7 @@ def prefill(
         sampling,
         greedy=greedy,
         stop_ids=stop_ids,
-        taps=out.taps,
+        taps=None if out.taps is None else to_words(out.taps),
     )
 
 
@@ -200,7 +206,7 @@ def decode_one(params, config, state, *, greedy, stop_ids, tap_ids=()) -> Genera
     taps = state.taps
     if tap_ids:
         fed = jnp.where(running, state.length - 1, taps.shape[1])
-        taps = taps.at[rows, fed].set(_to_words(out.taps[:, 0]), mode="drop")
+        taps = taps.at[rows, fed].set(to_words(out.taps[:, 0]), mode="drop")
     return state.replace(
         tokens=state.tokens.at[rows, at].set(token, mode="drop"),
         length=length,

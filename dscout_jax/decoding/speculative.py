@@ -19,6 +19,7 @@ from dscout_jax.decoding.autoregressive import (
     init_generation,
     place,
     prefill_rows,
+    to_words,
 )
 from dscout_jax.decoding.sampling import (
     ACCEPTANCE,
@@ -39,6 +40,7 @@ from dscout_jax.models.drafter import (
     block_inputs,
     draft_blocks,
     project_context,
+    select_features,
     select_taps,
 )
 from dscout_jax.models.target import (
@@ -163,14 +165,15 @@ def verify(params: dict, variant: Variant, block: jax.Array, rows: GenerationSta
     """Runs the target over anchor and drafts [B, G].
 
     Returns:
-        The target's logits after each slot, [B, G, V], and the `TargetOutput` with taps.
+        The target's logits after each slot, [B, G, V], and the `TargetOutput` with the variant's
+        taps, or with all where the rows keep them.
     """
     out = apply_target(
         params,
         variant.target,
         block,
         cache=rows.cache,
-        tap_ids=variant.tap_ids,
+        tap_ids=variant.tap_ids if rows.taps is None else variant.drafter.target_layer_ids,
         active=~rows.done,
     )
     return compute_logits(params, variant.target, out.hidden), out
@@ -254,9 +257,15 @@ def cycle(
     emitted, ends = emitted_length(tokens, accepted, budget, variant.stop_ids)
     emitted = jnp.where(running, emitted, 0)
 
-    at = jnp.where(running, rows.length, capacity)[:, None] + jnp.arange(variant.block_size)[None]
+    at = jnp.where(running, rows.length, capacity + 1)[:, None]
+    at = at + jnp.arange(variant.block_size)[None]  # [B, G], past the end in finished rows
     length = rows.length + emitted
-    context = extend_context(weights, variant, state.context, out.taps, rows.length - 1, running)
+    start, taps, kept = rows.length - 1, out.taps, rows.taps
+    if kept is not None:
+        fed = at - 1  # positions of the block
+        kept = kept.at[row_ids[:, None], fed].set(to_words(taps), mode="drop")
+        taps = select_features(taps, variant.drafter, variant.taps)
+    context = extend_context(weights, variant, state.context, taps, start, running)
     cycle_at = jnp.where(running, state.cycles, state.emitted.shape[1])
     return SpeculativeState(
         rows=rows.replace(
@@ -264,6 +273,7 @@ def cycle(
             length=length,
             done=rows.done | ends,
             cache=rollback(out.cache, jnp.where(running, length - 1, rows.cache.length)),
+            taps=kept,
         ),
         context=context,
         cycles=state.cycles + running,
