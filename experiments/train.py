@@ -63,8 +63,8 @@ def fail(text: str) -> NoReturn:
 
 def run(config: ExperimentConfig, workdir: str) -> TrainResult:
     """Trains; draws the curves whatever the end was."""
-    responses = load_responses(config.data.store)
     directory = require_writable(workdir)
+    responses = load_responses(config.data.store)
     target = load_target(config.target)
     try:
         with SharedStop() if jax.process_count() > 1 else StopRequest() as stop:

@@ -194,8 +194,7 @@ class Engine:
             ticket, staging = self._staged
             prompt, done = ticket.request.prompt, int(staging.cache.length[0])
             left = len(prompt) - done
-            fitting = [size for size in _CHUNKS if size >= left and done + size <= self._capacity]
-            size = fitting[0] if fitting else max(c for c in _CHUNKS if done + c <= self._capacity)
+            size = next((size for size in _CHUNKS if size >= left), _CHUNKS[-1])
             chunk = np.zeros((1, size), np.int32)
             count = min(left, size)
             chunk[0, :count] = prompt[done : done + count]

@@ -103,18 +103,19 @@ class Ticket:
                 self.finish_reason = "stop"
             elif len(self.tokens) == self.request.max_new_tokens:
                 self.finish_reason = "length"
-            if self._ends_in_text() or self.done:
+            if self.request.stop_strings and self._ends_in_text():
                 return True
-        return False
+            if self.done:
+                break
+        if self._decode_text is not None:
+            self._text = self._decode_text(self.tokens)
+        return self.done
 
     def _ends_in_text(self) -> bool:
-        """Brings the text up to date; whether a stop string ends it."""
-        if self._decode_text is None:
-            return False
-        self._text = self._decode_text(self.tokens)
-        found = [self._text.find(stop) for stop in self.request.stop_strings]
+        """Whether a stop string stands in the text; then that ends there."""
+        text = self._decode_text(self.tokens)
+        found = [text.find(stop) for stop in self.request.stop_strings]
         first = min((at for at in found if at >= 0), default=None)
-        if first is None:
-            return False
-        self._text, self.finish_reason = self._text[:first], "stop"
-        return True
+        if first is not None:
+            self._text, self.finish_reason = text[:first], "stop"
+        return first is not None

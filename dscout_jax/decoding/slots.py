@@ -56,7 +56,7 @@ def prefill_chunk(
     Args:
         params: target weights.
         staging: one row; `cache.length` of its tokens are done.
-        chunk: [1, P] int32 next tokens, padded; at most S minus those done.
+        chunk: [1, P] int32 next tokens, padded; padding past the row's end is dropped.
         num_tokens: [] int32 in [1, P], how many are not padding.
         config: target shapes.
         tap_ids: the taps that rows keep.

@@ -164,6 +164,13 @@ def test_a_prefix_that_a_slot_holds_is_taken_over(tiny, make_engine, monkeypatch
     assert second.tokens == alone(tiny, second.request)
 
 
+def test_a_prompt_may_fill_a_slot_to_its_end(tiny, make_engine):
+    engine = make_engine(capacity=44)
+    ticket = engine.submit(Request(tuple(range(12)) * 2 + (1,) * 10, 2))
+    engine.run()
+    assert ticket.tokens == alone(tiny, ticket.request)
+
+
 def test_chunked_prefill_is_full_prefill_also_for_the_taps(tiny):
     prompt = jax.random.randint(jax.random.key(3), (1, 37), 0, 12)
     ids = tiny.drafter.target_layer_ids

@@ -70,7 +70,6 @@ def test_greedy_tokens_equal_hugging_face_on_twenty_prompts(golden, smollm2):
         jnp.asarray(prompt_len),
         jnp.arange(num_rows),
         jnp.full((num_rows,), num_new),
-        jax.random.split(jax.random.key(0), num_rows),
         **static,
     )
     state = decode_steps(smollm2.params, state, num_new, **static)
