@@ -100,6 +100,15 @@ _PACK = flags.DEFINE_string(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """The rows of one file and the settings that they depend on, None where unknown."""
+
+    file: str
+    responses: Sequence[Response]
+    settings: dict[str, Any] | None
+
+
 def encode_prompts(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], max_prompt_tokens: int
 ) -> tuple[list[Request], int, int]:
@@ -181,8 +190,12 @@ def read_prompts() -> list[Prompt]:
     ]
 
 
-def answer_prompts(stop: Callable[[], bool]) -> bool:
+def answer_prompts(elsewhere: Sequence[Answers], stop: Callable[[], bool]) -> bool:
     """Generates what the flags ask for and appends it to `--output`.
+
+    Args:
+        elsewhere: files of answers whose prompts are not answered again.
+        stop: asked after every round.
 
     Returns:
         Whether all is answered; False after a stop request.
@@ -198,7 +211,7 @@ def answer_prompts(stop: Callable[[], bool]) -> bool:
         tap_ids=parse_tap_ids(),
     )
     prompts = read_prompts()[: _NUM_PROMPTS.value]
-    elsewhere = {row.id for path in _SKIP_JSONL.value for row in read_answers(path)[0]}
+    answered = {row.id for answers in elsewhere for row in answers.responses}
     target = load_target(_TARGET.value, cache_dir=cache_dir())
     tokenizer = Tokenizer(target.vocabulary)
     recorded = {
@@ -218,7 +231,7 @@ def answer_prompts(stop: Callable[[], bool]) -> bool:
             width = len(settings.tap_ids) * target.cfg.hidden_size
             of_target = feature_settings(target.sha256, settings.tap_ids, width)
             features = stack.enter_context(FeatureWriter(_FEATURES.value, of_target))
-        todo = [p for p in prompts if p.id not in writer.done and p.id not in elsewhere]
+        todo = [p for p in prompts if p.id not in writer.done and p.id not in answered]
         requests, num_long, num_inexpressible = encode_prompts(
             tokenizer, todo, settings.max_prompt_tokens
         )
@@ -265,42 +278,40 @@ def find_prompts(ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
     return {request.id: request.prompt for request in requests}
 
 
-def read_answers(path: str) -> tuple[Sequence[Response], dict[str, Any] | None]:
-    """Returns the answers of a file, packed or not, and the settings that they depend on.
+def read_answers(path: str) -> Answers:
+    """Reads a file of answers, packed or not.
 
     Raises:
         FileNotFoundError, ValueError: it is missing or malformed.
     """
+    name = Path(path).name
     if is_packed(path):
-        return read_packed(path, find_prompts)
+        return Answers(name, *read_packed(path, find_prompts))
+    responses = read_responses([path])
     try:
-        settings = read_settings(path)
+        return Answers(name, responses, read_settings(path))
     except FileNotFoundError:
-        logging.warning("%s has no settings beside it; stored as unknown", path)
-        settings = None
-    return read_responses([path]), settings
+        return Answers(name, responses, None)
 
 
-def store_answers() -> None:
-    """Builds the store from `--output` and `--skip_jsonl`; of equal ids the first is kept."""
+def store_answers(files: Sequence[Answers]) -> None:
+    """Builds the store; of rows with equal ids the first is kept."""
     from dscout_jax.data.store import build_store  # heavy, and not every call builds a store
 
     by_id: dict[str, Response] = {}
-    sources: list[dict[str, Any]] = []  # files may share a name, so a list
-    for path in (_OUTPUT.value, *_SKIP_JSONL.value):
-        if path is not None:
-            responses, settings = read_answers(path)
-            by_id = {response.id: response for response in responses} | by_id
-            sources.append({"file": Path(path).name, "settings": settings})
+    for answers in files:
+        if answers.settings is None:
+            logging.warning("%s has no settings beside it; stored as unknown", answers.file)
+        by_id = {response.id: response for response in answers.responses} | by_id
+    sources = [{"file": answers.file, "settings": answers.settings} for answers in files]
     store = build_store(list(by_id.values()), _STORE.value, {"sources": sources})
     logging.info("store %s: %d rows", _STORE.value, len(store))
 
 
-def pack_answers() -> None:
-    """Writes the answers of `--output` to `--pack`."""
-    responses, settings = read_answers(_OUTPUT.value)
-    write_packed(_PACK.value, responses, settings or {})
-    logging.info("%s: %d rows", _PACK.value, len(responses))
+def pack_answers(answers: Answers) -> None:
+    """Writes answers to `--pack`."""
+    write_packed(_PACK.value, answers.responses, answers.settings or {})
+    logging.info("%s: %d rows", _PACK.value, len(answers.responses))
 
 
 def main(_: Sequence[str]) -> None:
@@ -317,18 +328,21 @@ def main(_: Sequence[str]) -> None:
             from dscout_jax.data.store import require_store_place  # heavy, as above
 
             require_store_place(_STORE.value)
+        if not _BUILD_STORE_ONLY.value and _OUTPUT.value is None:
+            raise ValueError("--output is missing: the JSON-lines file to write")
+        elsewhere = [read_answers(path) for path in _SKIP_JSONL.value]
         if not _BUILD_STORE_ONLY.value:
-            if _OUTPUT.value is None:
-                raise ValueError("--output is missing: the JSON-lines file to write")
             with StopRequest() as stop:
-                finished = answer_prompts(stop)
+                finished = answer_prompts(elsewhere, stop)
             if not finished:
                 print("stopped; finished answers are kept, the same command goes on")
                 return
-        if _STORE.value is not None:
-            store_answers()
-        if _PACK.value is not None:
-            pack_answers()
+        if _STORE.value is not None or _PACK.value is not None:
+            own = [] if _OUTPUT.value is None else [read_answers(_OUTPUT.value)]
+            if _STORE.value is not None:
+                store_answers([*own, *elsewhere])
+            if _PACK.value is not None:
+                pack_answers(*own)
     except KeyboardInterrupt:
         print("\ninterrupted; finished answers are kept, the same command goes on", file=sys.stderr)
         sys.exit(130)

@@ -47,7 +47,7 @@ from dscout_jax.files import require_writable, write_json, write_text
 from dscout_jax.models.drafter import init_drafter
 from dscout_jax.objective.methods import METHODS
 from dscout_jax.throughput.latency import Setting, cycle_timer, interleave, medians, plain_timer
-from dscout_jax.training.initialization import drafter_config
+from dscout_jax.training.initialization import drafter_of
 from dscout_jax.training.inputs import load_responses, sample_rows
 from dscout_jax.training.interrupt import StopRequest
 from dscout_jax.training.loop import FREE_FIELDS, TrainingError, train
@@ -251,13 +251,7 @@ def variants_of(target: LoadedTarget, drafter: DrafterConfig, cuts: bool) -> dic
 def measure_latency(args: argparse.Namespace, target: LoadedTarget) -> Latency:
     """Times a plain step and the cycles of every variant, interleaved; weights are random."""
     section = make_config(args, args.arms[0], args.seeds[0]).drafter
-    drafter = drafter_config(
-        target.cfg,
-        num_hidden_layers=section.num_hidden_layers,
-        target_layer_ids=section.target_layer_ids,
-        mask_token_id=section.mask_token_id,
-        block_size=section.block_size,
-    )
+    drafter = drafter_of(target.cfg, section)
     frozen = freeze(target.params, target.cfg, np.arange(section.draft_vocab_size))
     params = init_drafter(jax.random.key(0), drafter)
     weights = DraftWeights(params, frozen.tables.head, frozen.token_ids)

@@ -133,12 +133,8 @@ def admit_rows(
         sampling=jax.tree.map(
             lambda old, new: old.at[slots].set(new, mode="drop"), state.sampling, sampling
         ),
-        taps=None if taps is None else _place_taps(state.taps, taps, slots),
+        taps=None if taps is None else state.taps.at[slots, : taps.shape[1]].set(taps, mode="drop"),
     )
-
-
-def _place_taps(buffer, words, slots):
-    return buffer.at[slots, : words.shape[1]].set(words, mode="drop")
 
 
 def to_words(taps: jax.Array) -> jax.Array:

@@ -22,13 +22,12 @@ from dscout_jax.decoding.sampling import make_sampling
 from dscout_jax.decoding.slots import (
     admit_staged,
     fork_row,
-    init_slots,
     init_staging,
     prefill_chunk,
     renew_context,
     take_rows,
 )
-from dscout_jax.decoding.speculative import DraftWeights, decode_cycles
+from dscout_jax.decoding.speculative import DraftWeights, decode_cycles, init_speculative
 from dscout_jax.decoding.variant import Variant
 
 Plan = Mapping[int, Variant | None]
@@ -88,20 +87,21 @@ class Engine:
             size: None if plan[size] is None else plan[size].replace(stop_ids=stop_ids)
             for size in self._sizes
         }
-        # What contexts are made for while nothing speculates.
-        spare = next((v for v in self._plan.values() if v is not None), None)
-        self._spare = spare or Variant(target, drafter, 2, stop_ids=stop_ids)
-        self._largest_block = max((v.block_size for v in self._plan.values() if v), default=1)
+        variants = [variant for variant in self._plan.values() if variant is not None]
+        self._largest_block = max((variant.block_size for variant in variants), default=1)
         self._capacity, self._stop_ids, self._rule = capacity, stop_ids, rule
         self._decode_text, self._max_waiting = decode_text, max_waiting
         self._cycles_at_once, self._cycles = cycles_at_once, 1
         self._waiting: deque[Ticket] = deque()
-        self._staged: tuple[Ticket, GenerationState] | None = None
+        self._staged: tuple[Ticket, GenerationState, int] | None = None  # and its tokens done
         self._running: dict[int, Ticket] = {}  # by slot
-        self._held: dict[int, list[int]] = {}  # tokens whose keys and values a slot holds
+        self._held: dict[int, Ticket] = {}  # whose keys and values a slot holds, done ones too
         self._size, self._idle_looks = self._sizes[0], 0
-        self._state = init_slots(target, drafter, self._size, capacity)
-        self._context: Variant | None = self._spare  # what the context is valid for
+        num_taps = len(drafter.target_layer_ids)
+        self._state = init_speculative(target, drafter, self._size, capacity, 1, num_taps)
+        # The context is made of these taps, and valid in so many layers.
+        self._taps = variants[0].taps if variants else None
+        self._depth = drafter.num_hidden_layers
 
     @property
     def num_active(self) -> int:
@@ -191,8 +191,8 @@ class Engine:
         while self._staged is not None or (self._waiting and self._room()):
             if self._staged is None:
                 self._staged = self._begin(self._waiting.popleft())
-            ticket, staging = self._staged
-            prompt, done = ticket.request.prompt, int(staging.cache.length[0])
+            ticket, staging, done = self._staged
+            prompt = ticket.request.prompt
             left = len(prompt) - done
             size = next((size for size in _CHUNKS if size >= left), _CHUNKS[-1])
             chunk = np.zeros((1, size), np.int32)
@@ -206,7 +206,7 @@ class Engine:
                 config=self._target,
                 tap_ids=self._drafter.target_layer_ids,
             )
-            self._staged = (ticket, staging)
+            self._staged = (ticket, staging, done + count)
             if count == left:
                 self._admit(ticket, staging, logits)
                 self._staged = None
@@ -217,26 +217,24 @@ class Engine:
     def _room(self) -> bool:
         return len(self._running) < self._sizes[-1]
 
-    def _begin(self, ticket: Ticket) -> tuple[Ticket, GenerationState]:
+    def _begin(self, ticket: Ticket) -> tuple[Ticket, GenerationState, int]:
         """Returns a staging row, with the longest prefix that some slot holds already."""
-        prompt = ticket.request.prompt
+        # The last prompt token must be run: its logits choose the first token.
+        prompt = ticket.request.prompt[:-1]
         best, slot = 0, None
         for held_by, held in self._held.items():
-            # The last prompt token must be run: its logits choose the first token.
-            same = _common_prefix(prompt[:-1], held)
+            same = _common_prefix(prompt, _processed(held))
             if same > best:
                 best, slot = same, held_by
         if best >= _SHORTEST_REUSE:
-            staging = fork_row(self._state, jnp.int32(slot), jnp.int32(best))
-        else:
-            staging = init_staging(self._target, self._drafter, self._capacity)
-        return ticket, staging
+            return ticket, fork_row(self._state, jnp.int32(slot), jnp.int32(best)), best
+        return ticket, init_staging(self._target, self._drafter, self._capacity), 0
 
     def _admit(self, ticket: Ticket, staging: GenerationState, logits: jax.Array) -> None:
         if len(self._running) == self._size:
             self._resize(next(size for size in self._sizes if size > self._size))
         free = [slot for slot in range(self._size) if slot not in self._running]
-        slot = min(free, key=lambda slot: len(self._held.get(slot, ())))
+        slot = min(free, key=self._num_held)
         request = ticket.request
         sampling = make_sampling(
             jax.random.key(request.seed)[None], request.temperature, request.top_k, request.top_p
@@ -249,12 +247,17 @@ class Engine:
             jnp.int32(slot),
             jnp.int32(request.max_new_tokens),
             sampling,
-            variant=self._context or self._spare,
+            drafter=self._drafter,
+            taps=self._taps,
             greedy=request.temperature == 0,
+            stop_ids=self._stop_ids,
         )
         self._running[slot] = ticket
-        self._held[slot] = list(request.prompt)
+        self._held[slot] = ticket
         self._collect()
+
+    def _num_held(self, slot: int) -> int:
+        return len(_processed(self._held[slot])) if slot in self._held else 0
 
     def _shrink(self) -> None:
         """Takes a smaller batch once it has been large enough for some looks."""
@@ -268,10 +271,7 @@ class Engine:
 
     def _resize(self, size: int) -> None:
         """Moves the rows to a batch of another size; running ones first, then the longest held."""
-        others = sorted(
-            (slot for slot in self._held if slot not in self._running),
-            key=lambda slot: -len(self._held[slot]),
-        )
+        others = sorted(self._held.keys() - self._running.keys(), key=self._num_held, reverse=True)
         kept = [*self._running, *others][:size]
         index = np.full((size,), -1, np.int32)
         index[: len(kept)] = kept
@@ -296,12 +296,14 @@ class Engine:
                 stop_ids=self._stop_ids,
                 tap_ids=self._drafter.target_layer_ids,
             )
-            self._state, self._context = self._state.replace(rows=rows), None
+            self._state, self._depth = self._state.replace(rows=rows), 0
             return
-        if not self._context_serves(variant):
-            whole = variant.replace(num_layers=None, rule="greedy")
-            self._state = renew_context(self._weights, self._state, variant=whole)
-            self._context = whole
+        depth = variant.num_layers or self._drafter.num_hidden_layers
+        if self._taps != variant.taps or self._depth < depth:
+            self._taps = variant.taps
+            self._state = renew_context(
+                self._weights, self._state, drafter=self._drafter, taps=self._taps
+            )
         self._state = decode_cycles(
             self._params,
             self._weights,
@@ -309,14 +311,7 @@ class Engine:
             self._cycles,
             variant=variant.replace(rule="greedy" if greedy else self._rule),
         )
-        if variant.num_layers is not None:
-            self._context = variant
-
-    def _context_serves(self, variant: Variant) -> bool:
-        if self._context is None or self._context.tap_ids != variant.tap_ids:
-            return False
-        all_layers = self._drafter.num_hidden_layers
-        return (variant.num_layers or all_layers) <= (self._context.num_layers or all_layers)
+        self._depth = depth
 
     def _collect(self) -> None:
         """Hands out new tokens, frees the slots of answers that ended."""
@@ -326,7 +321,6 @@ class Engine:
         for slot, ticket in self._running.items():
             known = len(ticket.request.prompt) + len(ticket.tokens)
             ends = ticket.add(tokens[slot, known : length[slot]].tolist(), self._stop_ids)
-            self._held[slot] = [*ticket.request.prompt, *ticket.tokens][: int(length[slot]) - 1]
             if ends:
                 ended.append(slot)
                 if not done[slot]:
@@ -337,6 +331,11 @@ class Engine:
             self._stop_rows(stopped_here)
         busy = ended or self._waiting or self._staged
         self._cycles = 2 if busy else min(2 * self._cycles, self._cycles_at_once)
+
+
+def _processed(ticket: Ticket) -> list[int]:
+    """Returns the tokens that passes have seen: all but the newest."""
+    return [*ticket.request.prompt, *ticket.tokens][:-1]
 
 
 def _common_prefix(a: tuple[int, ...], b: list[int]) -> int:

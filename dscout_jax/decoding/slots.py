@@ -19,19 +19,9 @@ from dscout_jax.decoding.autoregressive import (
     to_words,
 )
 from dscout_jax.decoding.sampling import Sampling
-from dscout_jax.decoding.speculative import DraftWeights, SpeculativeState, init_speculative
-from dscout_jax.decoding.variant import Variant
+from dscout_jax.decoding.speculative import DraftWeights, SpeculativeState
 from dscout_jax.models.drafter import Context, project_context, select_features, select_taps
 from dscout_jax.models.target import apply_target, compute_logits
-
-
-def init_slots(
-    target: TargetConfig, drafter: DrafterConfig, batch: int, capacity: int
-) -> SpeculativeState:
-    """Returns `batch` empty slots (B) of `capacity` positions (S) that keep their taps."""
-    state = init_speculative(target, drafter, batch, capacity, max_cycles=1)
-    rows = init_generation(target, batch, capacity, num_taps=len(drafter.target_layer_ids))
-    return state.replace(rows=rows)
 
 
 def init_staging(target: TargetConfig, drafter: DrafterConfig, capacity: int) -> GenerationState:
@@ -67,19 +57,23 @@ def prefill_chunk(
     start = staging.cache.length  # [1]
     out = apply_target(params, config, chunk, cache=staging.cache, tap_ids=tap_ids)
     last = jax.lax.dynamic_slice_in_dim(out.hidden, num_tokens - 1, 1, axis=1)
-    at = start[:, None] + jnp.arange(chunk.shape[1])[None]
+    at = start[0] + jnp.arange(chunk.shape[1])
     done = start + num_tokens
     # Entries of padding lie past `done`, where the next chunk overwrites them.
     staging = staging.replace(
-        tokens=staging.tokens.at[jnp.arange(1)[:, None], at].set(chunk, mode="drop"),
+        tokens=staging.tokens.at[0, at].set(chunk[0], mode="drop"),
         length=done,
         cache=out.cache.replace(length=done),
-        taps=staging.taps.at[jnp.arange(1)[:, None], at].set(to_words(out.taps), mode="drop"),
+        taps=staging.taps.at[0, at].set(to_words(out.taps[0]), mode="drop"),
     )
     return staging, compute_logits(params, config, last)
 
 
-@partial(jax.jit, static_argnames=("variant", "greedy"), donate_argnames=("state",))
+@partial(
+    jax.jit,
+    static_argnames=("drafter", "taps", "greedy", "stop_ids"),
+    donate_argnames=("state",),
+)
 def admit_staged(
     weights: DraftWeights,
     state: SpeculativeState,
@@ -89,12 +83,14 @@ def admit_staged(
     max_new_tokens: jax.Array,
     sampling: Sampling,
     *,
-    variant: Variant,
+    drafter: DrafterConfig,
+    taps: tuple[int, ...] | None,
     greedy: bool,
+    stop_ids: tuple[int, ...],
 ) -> SpeculativeState:
     """Copies a prefilled row into a slot and emits its first token.
 
-    Compiled once per (B, S, variant). Donates `state`, not `staging`.
+    Compiled once per (B, S, taps, greedy). Donates `state`, not `staging`.
 
     Args:
         weights: what drafting reads.
@@ -104,8 +100,10 @@ def admit_staged(
         slot: [] int32.
         max_new_tokens: [] int32, at least 1.
         sampling: of the one row.
-        variant: whose context the state holds; its `stop_ids` end a row.
+        drafter: drafter shapes.
+        taps: static, that the context is made of; indices into the drafter's, None = all.
         greedy: static; whether the row is.
+        stop_ids: static ids that end a row.
     """
     slots = slot[None]
     rows = admit_rows(
@@ -118,10 +116,10 @@ def admit_staged(
         max_new_tokens[None],
         sampling,
         greedy=greedy,
-        stop_ids=variant.stop_ids,
+        stop_ids=stop_ids,
         taps=staging.taps,
     )
-    new = context_of(weights, variant, staging.taps)
+    new = context_of(weights, drafter, taps, staging.taps)
     context = jax.tree.map(lambda old, row: old.at[slots].set(row), state.context, new)
     return SpeculativeState(
         rows=rows,
@@ -131,23 +129,35 @@ def admit_staged(
     )
 
 
-def context_of(weights: DraftWeights, variant: Variant, words: jax.Array) -> Context:
-    """Returns the drafter's context of rows whose taps are kept, [B, S, C * D] words."""
-    features = select_features(from_words(words), variant.drafter, variant.taps)
-    positions = jnp.broadcast_to(jnp.arange(words.shape[1])[None], words.shape[:2])
-    params = select_taps(weights.drafter, variant.drafter, variant.taps)
-    return project_context(params, variant.drafter, features, positions)
+def context_of(
+    weights: DraftWeights,
+    drafter: DrafterConfig,
+    taps: tuple[int, ...] | None,
+    words: jax.Array,
+) -> Context:
+    """Returns the context, made of some taps, of rows that keep all of them as `words` [B, S, ...].
 
-
-@partial(jax.jit, static_argnames=("variant",), donate_argnames=("state",))
-def renew_context(
-    weights: DraftWeights, state: SpeculativeState, *, variant: Variant
-) -> SpeculativeState:
-    """Makes the context anew, for a variant with other taps or after plain decoding.
-
-    Compiled once per (B, S, variant). Donates `state`.
+    All layers of the drafter have one.
     """
-    return state.replace(context=context_of(weights, variant, state.rows.taps))
+    features = select_features(from_words(words), drafter, taps)
+    positions = jnp.broadcast_to(jnp.arange(words.shape[1])[None], words.shape[:2])
+    params = select_taps(weights.drafter, drafter, taps)
+    return project_context(params, drafter, features, positions)
+
+
+@partial(jax.jit, static_argnames=("drafter", "taps"), donate_argnames=("state",))
+def renew_context(
+    weights: DraftWeights,
+    state: SpeculativeState,
+    *,
+    drafter: DrafterConfig,
+    taps: tuple[int, ...] | None,
+) -> SpeculativeState:
+    """Makes the context anew, of other taps or after plain decoding.
+
+    Compiled once per (B, S, taps). Donates `state`.
+    """
+    return state.replace(context=context_of(weights, drafter, taps, state.rows.taps))
 
 
 @jax.jit

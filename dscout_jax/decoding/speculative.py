@@ -98,7 +98,12 @@ def make_draft_weights(
 
 
 def init_speculative(
-    target: TargetConfig, drafter: DrafterConfig, batch: int, capacity: int, max_cycles: int
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    batch: int,
+    capacity: int,
+    max_cycles: int,
+    num_taps: int = 0,
 ) -> SpeculativeState:
     """Returns `batch` empty slots.
 
@@ -108,10 +113,11 @@ def init_speculative(
         batch: B.
         capacity: S; at least prompt + new tokens + block size.
         max_cycles: M; at least the largest number of new tokens.
+        num_taps: C of the taps that the rows keep; 0 = none.
     """
     context = init_cache(drafter, batch, capacity)
     return SpeculativeState(
-        rows=init_generation(target, batch, capacity),
+        rows=init_generation(target, batch, capacity, num_taps),
         context=Context(context.keys, context.values),
         cycles=jnp.zeros((batch,), jnp.int32),
         emitted=jnp.zeros((batch, max_cycles), jnp.int32),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dscout_jax.config.checks import ConfigError
+from dscout_jax.config.experiment import DrafterSection
 from dscout_jax.config.models import DrafterConfig, TargetConfig
 from dscout_jax.models.target import apply_target
 
@@ -168,4 +169,15 @@ def drafter_config(
         target_layer_ids=target_layer_ids,
         mask_token_id=mask_token_id,
         block_size=block_size,
+    )
+
+
+def drafter_of(target: TargetConfig, section: DrafterSection) -> DrafterConfig:
+    """Returns the shapes of the drafter that an experiment's section describes."""
+    return drafter_config(
+        target,
+        num_hidden_layers=section.num_hidden_layers,
+        target_layer_ids=section.target_layer_ids,
+        mask_token_id=section.mask_token_id,
+        block_size=section.block_size,
     )

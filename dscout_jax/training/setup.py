@@ -18,7 +18,7 @@ from dscout_jax.data.responses import Response
 from dscout_jax.decoding.variant import Variant
 from dscout_jax.models.drafter import init_drafter
 from dscout_jax.objective.weighting import decay_length
-from dscout_jax.training.initialization import check_same_shapes, drafter_config, init_from_target
+from dscout_jax.training.initialization import check_same_shapes, drafter_of, init_from_target
 from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
 from dscout_jax.training.mesh import (
     held_rows,
@@ -201,13 +201,7 @@ def prepare(
     Raises:
         ValueError: configuration, data and target do not fit.
     """
-    drafter = drafter_config(
-        target.cfg,
-        num_hidden_layers=config.drafter.num_hidden_layers,
-        target_layer_ids=config.drafter.target_layer_ids,
-        mask_token_id=config.drafter.mask_token_id,
-        block_size=config.drafter.block_size,
-    )
+    drafter = drafter_of(target.cfg, config.drafter)
     # What can be wrong is found before the hours that features may take.
     train = config.train
     mesh = make_mesh(train.mesh, train.batch_size // train.accumulate)

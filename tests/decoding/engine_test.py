@@ -117,7 +117,7 @@ def test_the_batch_follows_the_plan_up_and_down(tiny, make_engine, monkeypatch):
     def checked(params, weights, state, num_cycles, *, variant):
         """Whatever decoded before, the context is that of this variant's taps and layers."""
         variants.add(variant)
-        fresh = context_of(weights, variant, state.rows.taps)
+        fresh = context_of(weights, tiny.drafter, variant.taps, state.rows.taps)
         depth = variant.num_layers or tiny.drafter.num_hidden_layers
         for row in np.flatnonzero(~np.asarray(state.rows.done)):
             known = int(state.rows.length[row]) - 1

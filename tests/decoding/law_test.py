@@ -1,5 +1,6 @@
 """The law of sampled output, against exact enumeration."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -30,8 +31,8 @@ BATCH, BATCHES = 2048, 10
 @pytest.fixture(scope="module")
 def toy(tiny):
     """The tiny models over four words, mask included."""
-    target = tiny.target.__class__(**{**vars(tiny.target), "vocab_size": 4})
-    drafter = tiny.drafter.__class__(**{**vars(tiny.drafter), "vocab_size": 4, "mask_token_id": 3})
+    target = dataclasses.replace(tiny.target, vocab_size=4)
+    drafter = dataclasses.replace(tiny.drafter, vocab_size=4, mask_token_id=3)
     params = init_target(jax.random.key(1), target)
     weights = make_draft_weights(params, target, init_drafter(jax.random.key(2), drafter))
     return target, params, drafter, weights
