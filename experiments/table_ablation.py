@@ -115,6 +115,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="comma-separated; of anchors and first weights",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=1500, help="updates of each run")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="of training's products; replay and latencies are float32 always",
+    )  # fmt: skip
     parser.add_argument("--init", default="target_layers", help="drafter to start every arm from")
     parser.add_argument("--store", default="runs/data/store", help="training answers")
     parser.add_argument("--features", default="runs/data/features", help="their feature cache")
@@ -135,6 +139,7 @@ def make_config(args: argparse.Namespace, arm: str, seed: int) -> ExperimentConf
     values.data.store, values.data.feature_cache = args.store, args.features
     values.train.num_steps = args.steps
     values.train.seed = seed
+    values.train.compute_dtype = values.data.target_dtype = args.dtype
     values.train.eval_every = max(args.steps // 2, 100)  # the rest is replayed at the end
     values.train.mesh = (1, 1, 1)
     return from_config_dict(values.to_dict())
@@ -223,7 +228,8 @@ def held_out(config: ExperimentConfig, given: Given) -> Answered:
     _, rows = split_examples(examples, config.data.validation_fraction)
     chosen = sample_rows(rows, HELD_OUT_ROWS, seed=config.data.seed)
     target, tap_ids = given.target, config.drafter.target_layer_ids
-    settings = feature_settings(target.sha256, tap_ids, len(tap_ids) * target.cfg.hidden_size)
+    width = len(tap_ids) * target.cfg.hidden_size
+    settings = feature_settings(target.sha256, tap_ids, width, config.data.target_dtype)
     return Answered({HELD_OUT: chosen}, FeatureCache(config.data.feature_cache, settings))
 
 

@@ -24,7 +24,14 @@ class DrafterSection:
 
 @dataclasses.dataclass(frozen=True)
 class DataSection:
-    """Training rows: `store` is an array_record folder, `seq_len` tokens a row (S)."""
+    """Training rows: `store` is an array_record folder, `seq_len` tokens a row (S).
+
+    Attributes:
+        features: `online` runs the target in each step, `cached` once, into `feature_cache`.
+        feature_dtype: in which features are kept.
+        target_dtype: in which the target's matrices are multiplied for the features; `bfloat16` is
+            what accelerators and recent CPUs are fastest at. Sums stay float32.
+    """
 
     store: str
     seq_len: int
@@ -33,6 +40,7 @@ class DataSection:
     features: str = "online"
     feature_cache: str | None = None
     feature_dtype: str = "bfloat16"
+    target_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         require_positive(self, "data", besides=("seed",))
@@ -54,12 +62,9 @@ class DataSection:
             self.feature_cache,
             "a folder when data.features='cached'",
         )
-        require(
-            self.feature_dtype in ("bfloat16", "float32"),
-            "data.feature_dtype",
-            self.feature_dtype,
-            "'bfloat16' or 'float32'",
-        )
+        for name in ("feature_dtype", "target_dtype"):
+            value, allowed = getattr(self, name), ("bfloat16", "float32")
+            require(value in allowed, f"data.{name}", value, "'bfloat16' or 'float32'")
 
 
 REVEALS = ("prefix", "random")

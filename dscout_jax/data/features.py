@@ -32,13 +32,16 @@ _WRITER_OPTIONS = "group_size:1,uncompressed"  # one record at a time is read; b
 _READER_OPTIONS = "readahead_buffer_size:0"  # rows are read in no order
 
 
-def feature_settings(target_sha256: str, tap_ids: Sequence[int], width: int) -> dict[str, Any]:
+def feature_settings(
+    target_sha256: str, tap_ids: Sequence[int], width: int, target_dtype: str = "float32"
+) -> dict[str, Any]:
     """Returns what a cache's features depend on; stored as its manifest and compared on opening.
 
     Args:
         target_sha256: digest of the target's weights.
         tap_ids: tapped layers, 0-based, in the order of the features.
         width: C * D, values of one token.
+        target_dtype: in which the target's matrices were multiplied.
     """
     return {
         "format": "array_record",
@@ -46,6 +49,7 @@ def feature_settings(target_sha256: str, tap_ids: Sequence[int], width: int) -> 
         "tap_ids": [int(tap) for tap in tap_ids],
         "width": int(width),
         "dtype": "bfloat16",
+        "target_dtype": target_dtype,
     }
 
 

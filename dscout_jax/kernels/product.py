@@ -7,6 +7,7 @@ rows: the logits of a token do not depend on how many tokens are verified beside
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,24 +24,62 @@ CHUNK_BYTES = 1 << 18  # weights in one chunk
 AHEAD_BYTES = 1 << 13  # how far ahead weights are fetched, to the next whole tile
 
 
-def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
     """Returns x @ weight.T, [M, N], of x [M, K] and weight [N, K].
 
-    On CPU float32 inputs of at most `MAX_ROWS` rows take the kernel; all else is XLA's.
+    On CPU float32 inputs of at most `MAX_ROWS` rows take the kernel. Where one of the two is
+    narrower, they are multiplied in its dtype and summed in float32, as accelerators do, and so are
+    the gradients: XLA's CPU backend is five times as fast on bfloat16 factors that way, where the
+    CPU can, and no faster any other way. All else is XLA's.
+
+    Args:
+        x: rows.
+        weight: matrix; its gradient comes in its own dtype.
+        dtype: of the result; None = that of `x`.
     """
+    dtype = jnp.dtype(dtype or x.dtype)
+    narrower = min(x.dtype, weight.dtype, key=lambda factor: factor.itemsize)
+    if narrower.itemsize < 4:
+        return _summed_in_float32(x, weight, narrower, dtype)
     if (
-        x.dtype == weight.dtype == jnp.float32
+        x.dtype == weight.dtype == dtype == jnp.float32
         and 1 <= x.shape[0] <= MAX_ROWS
         and x.shape[1] % native.ALIGN == 0
         and weight.shape[0] % TILE == 0
         and native.available()
     ):
         return _few_rows(x, weight)
-    return _any_rows(x, weight)
+    return _any_rows(x, weight.astype(x.dtype)).astype(dtype)
 
 
 def _any_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _summed_in_float32(x: jax.Array, weight: jax.Array, factors: Any, dtype: Any) -> jax.Array:
+    return _sum(x, weight, factors, 1, 1).astype(dtype)
+
+
+def _forward(x, weight, factors, dtype):
+    return _summed_in_float32(x, weight, factors, dtype), (x, weight)
+
+
+def _backward(factors, dtype, residuals, gradient):
+    del dtype
+    x, weight = residuals
+    for_x = _sum(gradient, weight, factors, 1, 0)
+    return for_x.astype(x.dtype), _sum(gradient, x, factors, 0, 0).astype(weight.dtype)
+
+
+_summed_in_float32.defvjp(_forward, _backward)
+
+
+def _sum(a: jax.Array, b: jax.Array, factors: Any, axis_a: int, axis_b: int) -> jax.Array:
+    axes = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(
+        a.astype(factors), b.astype(factors), axes, preferred_element_type=jnp.float32
+    )
 
 
 @jax.custom_jvp

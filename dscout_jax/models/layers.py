@@ -28,7 +28,7 @@ class Dense(nn.Module):
         """[..., in] -> [..., features]."""
         initializer = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         weight = self.param("weight", initializer, (self.features, x.shape[-1]))
-        flat = product(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype))
+        flat = product(x.reshape(-1, x.shape[-1]), weight)
         return flat.reshape(*x.shape[:-1], self.features)
 
 

@@ -1,5 +1,7 @@
 """The frozen target: decoder-only transformer (Llama family, Qwen3 by configuration)."""
 
+from typing import Any
+
 import flax.linen as nn
 import flax.struct
 import jax
@@ -107,6 +109,18 @@ def init_target(key: jax.Array, config: TargetConfig) -> dict:
     return Target(config).lazy_init(key, tokens, method=Target.everything)["params"]
 
 
+def round_matrices(params: dict, dtype: Any) -> dict:
+    """Returns target weights with matrices [out, in] rounded, so that they multiply in `dtype`.
+
+    The embedding, and with it a tied head, the norms, activations and caches stay as they are.
+    """
+
+    def rounded(path: tuple, x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if path[-1].key == "weight" and x.ndim == 2 else x
+
+    return jax.tree_util.tree_map_with_path(rounded, params)
+
+
 def apply_target(
     params: dict,
     config: TargetConfig,
@@ -173,7 +187,7 @@ def embed(params: dict, tokens: jax.Array) -> jax.Array:
 
 def apply_head(rows: jax.Array, hidden: jax.Array) -> jax.Array:
     """Returns logits [..., V] of `hidden` [..., D] under the head's rows [V, D]."""
-    flat = product(hidden.reshape(-1, hidden.shape[-1]), rows.astype(hidden.dtype))
+    flat = product(hidden.reshape(-1, hidden.shape[-1]), rows)
     return flat.reshape(*hidden.shape[:-1], rows.shape[0])
 
 

@@ -122,7 +122,7 @@ def loss_sums(
     if taps is not None:
         apart = features.reshape(*shape, num_taps, config.hidden_size)
         features = (apart * taps[:, None, :, None]).reshape(features.shape)
-    context = project_context(cast(drafter_params, dtype), config, features, positions)
+    context = project_context(drafter_params, config, features, positions)
     # Gradients are added up over chunks, which wants float32.
     context = cast(context, jnp.float32)
     eligible = anchor_mask(batch["length"], batch["response_start"], seq_len)
@@ -200,7 +200,7 @@ def block_sums(
     blocks: Blocks,
 ) -> tuple[jax.Array, SlotSums]:
     """Returns the sum of I * W * l [] over some blocks of one horizon, and its `SlotSums`."""
-    drafter_params, context = cast(learned, dtype)
+    drafter_params, context = learned[0], cast(learned[1], dtype)
     frozen, target_hidden, schedule = constants
     block_size = blocks.labels.shape[-1]
     depths = tuple(depth for depth, _ in objective.depths)

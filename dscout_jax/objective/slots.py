@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dscout_jax.config.experiment import ObjectiveConfig
+from dscout_jax.kernels.product import product
 from dscout_jax.objective.acceptance import Scores, acceptance, greedy_match
 from dscout_jax.objective.prediction import slot_losses
 from dscout_jax.objective.weighting import slot_weights
@@ -80,8 +81,8 @@ def slot_terms(
     """
 
     def logits(x):
-        rows = head.astype(x.dtype)
-        return jnp.einsum("mkd,vd->mkv", x, rows, preferred_element_type=jnp.float32)
+        flat = product(x.reshape(-1, x.shape[-1]), head, jnp.float32)
+        return flat.reshape(*x.shape[:-1], -1)
 
     target = None
     if slots.target_hidden is not None:

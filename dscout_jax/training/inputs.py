@@ -194,7 +194,8 @@ def _feature_cache(
             "data.features='cached'; use 'bfloat16', which is what a cache holds"
         )
     tap_ids = config.drafter.target_layer_ids
-    settings = feature_settings(target_sha256, tap_ids, len(tap_ids) * target.hidden_size)
+    width = len(tap_ids) * target.hidden_size
+    settings = feature_settings(target_sha256, tap_ids, width, config.data.target_dtype)
     folder = pathlib.Path(config.data.feature_cache)
     say(f"feature cache: {num_bytes(examples, settings) / 1e9:.2f} GB in {folder}")
     if is_first():

@@ -17,6 +17,7 @@ from dscout_jax.data.pipeline import evaluation_batches, pad_batch, training_bat
 from dscout_jax.data.responses import Response
 from dscout_jax.decoding.variant import Variant
 from dscout_jax.models.drafter import init_drafter
+from dscout_jax.models.target import round_matrices
 from dscout_jax.objective.weighting import decay_length
 from dscout_jax.training.initialization import check_same_shapes, drafter_of, init_from_target
 from dscout_jax.training.inputs import Inputs, prepare_inputs, trim_batch
@@ -220,8 +221,11 @@ def prepare(
     for block_size, _ in config.objective.horizons:
         decay_length(config.objective, block_size)
     given = _given_weights(config.drafter.init, drafter, target.cfg) if begins else None
+    run_params = target.params
+    if config.data.target_dtype != "float32":
+        run_params = round_matrices(target.params, jnp.dtype(config.data.target_dtype))
     features_fn = make_features_fn(
-        target.params,
+        run_params,
         target.cfg,
         drafter.target_layer_ids,
         jnp.dtype(config.data.feature_dtype),
@@ -237,7 +241,7 @@ def prepare(
     )
 
     sums = Sums(config, target.cfg, drafter)
-    kept = sums.kept_weights(target.params, cached=inputs.features is not None)
+    kept = sums.kept_weights(run_params, cached=inputs.features is not None)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
     frozen_here = freeze(target.params, target.cfg, inputs.draft_vocab_ids, kept=kept)

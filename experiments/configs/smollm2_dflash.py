@@ -42,6 +42,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.features = "cached"  # on a CPU the target costs more than the drafter's step
     config.data.feature_cache = "runs/data/features"
     config.data.feature_dtype = "bfloat16"
+    config.data.target_dtype = "float32"
 
     config.objective = ConfigDict()
     config.objective.horizons = ((8, 32),)  # (slots, anchors a row)

@@ -46,9 +46,22 @@ def test_other_shapes_are_left_to_xla(shape):
     np.testing.assert_allclose(product(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
-def test_other_types_are_left_to_xla():
-    x, weight = draw(3, 64, 12)
-    assert not compiled_with_kernel(x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16))
+@pytest.mark.parametrize("types", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_narrower_factor_rounds_the_other_but_neither_sums_nor_gradients(types):
+    x, weight = (a.astype(dtype) for a, dtype in zip(draw(3, 1536, 12), types, strict=True))
+    assert not compiled_with_kernel(x, weight)
+    exact = [np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, weight)]
+    result = product(x, weight, jnp.float32)
+    np.testing.assert_allclose(result, exact[0] @ exact[1].T, rtol=1e-5, atol=1e-4)
+    assert product(x, weight).dtype == x.dtype
+
+    up = jnp.asarray(np.random.default_rng(0).integers(-4, 5, result.shape), jnp.float32)
+    gradients = jax.vjp(lambda x, weight: product(x, weight, jnp.float32), x, weight)[1](up)
+    expected = up @ exact[1], np.asarray(up).T @ exact[0]
+    for gradient, value, dtype in zip(gradients, expected, types, strict=True):
+        assert gradient.dtype == dtype
+        rtol = 1e-5 if dtype == "float32" else 1e-2
+        np.testing.assert_allclose(gradient.astype(jnp.float32), value, rtol=rtol, atol=1e-4)
 
 
 def test_the_environment_switches_kernels_off(monkeypatch):
